@@ -1,0 +1,69 @@
+# Every target makes its own environment first; the second call finds it ready.
+#   make demo     the whole loop on a small policy: episodes, one packed update, a table
+#   make test     the tests that a CPU can run          make test-slow   the long ones too
+#   make test-gpu those that need CUDA, kernels on      make bench       speed, one JSON line a case
+#   make style    lint, format check, types             make format      rewrite what can be
+# PYTHON=python3.12 picks the interpreter, VENV=dir the environment, EXTRAS=dev,gpu what goes in.
+
+VENV ?= .venv
+EXTRAS ?= dev
+WORKERS ?= logical
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+    "$$p" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+    >/dev/null 2>&1 && echo "$$p" && break; done)
+# Without an NVIDIA driver the CPU wheel of torch is enough; a range would fetch gigabytes of CUDA.
+CPU_TORCH ?= torch==2.13.0
+HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
+
+# The stamp's name carries what was installed, so that a changed pyproject.toml is seen even when
+# a checkout gives every file the same time.
+KEY := $(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum | cut -d' ' -f1)
+READY := $(VENV)/.ready-$(KEY)
+BIN := $(VENV)/bin
+
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help setup demo test test-slow test-gpu style format bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '2,5p' Makefile | cut -c3-
+
+setup: $(READY)
+
+$(READY):
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; fix: install one or give PYTHON=path"; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(if $(filter-out 0,$(HAS_GPU)),,$(BIN)/python -m pip install -q "$(CPU_TORCH)")
+	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]"
+	@rm -f $(VENV)/.ready-*
+	@touch $@
+
+demo: $(READY)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python scripts/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 --slow $(ARGS)
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -q -m "gpu or multi_gpu" --slow $(ARGS)
+
+style: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
