@@ -1,0 +1,305 @@
+"""Integers of an episode DAG: ancestors, mounts, positions, visibility, runs and levels.
+
+Everything here is plain Python and NumPy (no torch), so that the trace, the packer and the
+engine's tests share one definition. A DAG is given as parallel lists over segments in creation
+order: `parents[i]` is an earlier index or `None`, `mounts[i]` holds earlier indices that become
+readable at the boundary just before segment i (DESIGN §2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Index = npt.NDArray[np.int64]
+Parents = Sequence[int | None]
+Mounts = Sequence[Sequence[int]]
+
+NO_ROW = -1  # predictor of a token that nothing predicts: the first token of a root
+
+
+def ancestors(parents: Parents, segment: int) -> list[int]:
+    """List the chain of parents of a segment, root first, without the segment itself."""
+    chain: list[int] = []
+    node = parents[segment]
+    while node is not None:
+        chain.append(node)
+        node = parents[node]
+    chain.reverse()
+    return chain
+
+
+def ancestor_matrix(parents: Parents) -> npt.NDArray[np.bool_]:
+    """Mark the ancestors of every segment.
+
+    Returns:
+        [segments, segments] bool; `[s, a]` is true where a is a proper ancestor of s.
+    """
+    num = len(parents)
+    matrix = np.zeros((num, num), dtype=bool)
+    for child, parent in enumerate(parents):
+        if parent is not None:
+            matrix[child] = matrix[parent]
+            matrix[child, parent] = True
+    return matrix
+
+
+def mounted_matrix(parents: Parents, mounts: Mounts) -> npt.NDArray[np.bool_]:
+    """Mark what every segment sees through mounts: mnt(s) = mounts of s and of its ancestors, not
+    transitive.
+
+    Returns:
+        [segments, segments] bool; `[s, m]` is true where m is in `mounts` of s or of an ancestor
+        of s.
+    """
+    num = len(parents)
+    matrix = np.zeros((num, num), dtype=bool)
+    for child, parent in enumerate(parents):
+        if parent is not None:
+            matrix[child] = matrix[parent]
+        if mounts[child]:
+            matrix[child, list(mounts[child])] = True
+    return matrix
+
+
+def visible_matrix(parents: Parents, mounts: Mounts) -> npt.NDArray[np.bool_]:
+    """Mark the segments whose every token a segment's tokens see: anc(s) and mnt(s); its own part
+    is causal.
+
+    Returns:
+        [segments, segments] bool with a false diagonal.
+    """
+    return ancestor_matrix(parents) | mounted_matrix(parents, mounts)
+
+
+def starts(
+    parents: Parents, mounts: Mounts, lengths: Sequence[int], *, position: str = "jump"
+) -> list[int]:
+    """Place every segment: `start = max(end(parent), max over m in mnt(s) of end(m))` (paper Eq.
+    2).
+
+    Args:
+        position: "jump" is the rule above; under "unshifted" and "rerotate" a reader goes on at
+            `end(parent)`, under "reencode" it goes on past the mounted tokens that were prefilled
+            again at its own position.
+    Returns:
+        First position of each segment; `end(s) = start + length`, so a mounted span that ends at
+        4,000 inclusive puts the reader's next token at 4,001.
+    """
+    placed: list[int] = []
+    highest: list[int] = []  # max end over mnt(s), inherited along the tree
+    for index, parent in enumerate(parents):
+        own = 0 if parent is None else placed[parent] + lengths[parent]
+        seen = 0 if parent is None else highest[parent]
+        new = list(mounts[index])
+        if position == "jump":
+            seen = max([seen, *(placed[m] + lengths[m] for m in new)])
+            own = max(own, seen)
+        elif position == "reencode":
+            own += sum(lengths[m] for m in new)
+        placed.append(own)
+        highest.append(seen)
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGroup:
+    """Rows lo:hi of one run that see the same things (ownership: the rows of a group are
+    consecutive).
+
+    Every row sees all of `seen` (ancestors outside the group) and all of `mounted`, and lo..itself
+    causally. Attention layers outside the mount set ignore `mounted`.
+    """
+
+    lo: int
+    hi: int
+    seen: Index
+    mounted: Index
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What each row of a packed pass may attend to, in memory that grows with segments, not with
+    rows squared.
+
+    Attributes:
+        num_rows: T.
+        groups: the rows 0:T in order, cut where what is visible changes.
+        segment_of_row: [T] int32, dense segment index of each row.
+        visible: [segments, segments] bool, ancestors.
+        mounted: [segments, segments] bool, mounts that are no ancestors.
+    """
+
+    num_rows: int
+    groups: list[QueryGroup]
+    segment_of_row: npt.NDArray[np.int32]
+    visible: npt.NDArray[np.bool_]
+    mounted: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Runs at one depth of branching; their rows are consecutive and each starts from a run one
+    level up.
+
+    Attributes:
+        lo, hi: rows of the level.
+        lengths: tokens of each run.
+        parent_run: index of the parent's run within the level above, or -1 for a root.
+    """
+
+    lo: int
+    hi: int
+    lengths: list[int]
+    parent_run: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Order of a DAG's tokens in one packed row, by level of branching, then run, then segment.
+
+    A run is a chain of segments without a branch point inside. Rows of a run are consecutive, rows
+    of a level too, so a recurrent layer makes one call a level and an attention layer sees long
+    contiguous stretches.
+
+    Attributes:
+        order: segment indices in row order.
+        first_row: [segments] first row of each segment.
+        levels: recurrent schedule, roots first.
+        plan: attention visibility.
+    """
+
+    order: list[int]
+    first_row: list[int]
+    levels: list[Level]
+    plan: AttentionPlan
+    num_rows: int
+    run_of: list[int] = field(default_factory=list)
+
+    def predictor(self, parents: Parents, lengths: Sequence[int], segment: int) -> Index:
+        """Give the rows whose hidden states predict a segment's tokens.
+
+        The first token is predicted by the last token of the parent, so a shared last token
+        predicts the first token of each child; a root's first token has `NO_ROW`.
+        """
+        first = self.first_row[segment]
+        rows = np.arange(first - 1, first - 1 + lengths[segment], dtype=np.int64)
+        parent = parents[segment]
+        rows[0] = NO_ROW if parent is None else self.first_row[parent] + lengths[parent] - 1
+        return rows
+
+
+def runs(parents: Parents) -> tuple[list[list[int]], list[int], list[int]]:
+    """Cut the tree at its branch points.
+
+    Returns:
+        runs: segment indices of each run, in creation order of their first segment.
+        run_parent: run that each run continues, or -1.
+        level: number of branch points above each run.
+    """
+    num_children = [0] * len(parents)
+    for parent in parents:
+        if parent is not None:
+            num_children[parent] += 1
+    chains: list[list[int]] = []
+    run_parent: list[int] = []
+    level: list[int] = []
+    run_of: list[int] = []
+    for index, parent in enumerate(parents):
+        if parent is not None and num_children[parent] == 1:
+            run_of.append(run_of[parent])
+            chains[run_of[parent]].append(index)
+            continue
+        run_of.append(len(chains))
+        chains.append([index])
+        run_parent.append(-1 if parent is None else run_of[parent])
+        level.append(0 if parent is None else level[run_of[parent]] + 1)
+    return chains, run_parent, level
+
+
+def layout(parents: Parents, mounts: Mounts, lengths: Sequence[int]) -> Layout:
+    """Lay a DAG (or several disjoint ones) out in one row and plan its attention and recurrence.
+
+    Args:
+        lengths: tokens of each segment, at least 1.
+    """
+    chains, run_parent, level_of = runs(parents)
+    first_row = [0] * len(parents)
+    run_of = [0] * len(parents)
+    order: list[int] = []
+    levels: list[Level] = []
+    slot: dict[int, int] = {}  # run -> its index within its level
+    row = 0
+    for depth in range(max(level_of, default=-1) + 1):
+        members = [run for run, at in enumerate(level_of) if at == depth]
+        lo = row
+        run_lengths = []
+        for index, run in enumerate(members):
+            slot[run] = index
+            run_lo = row
+            for segment in chains[run]:
+                first_row[segment] = row
+                run_of[segment] = run
+                order.append(segment)
+                row += lengths[segment]
+            run_lengths.append(row - run_lo)
+        parent_run = [-1 if run_parent[run] < 0 else slot[run_parent[run]] for run in members]
+        levels.append(Level(lo, row, run_lengths, parent_run))
+    plan = _plan(parents, mounts, lengths, order, first_row, run_of, row)
+    return Layout(order, first_row, levels, plan, row, run_of)
+
+
+def _plan(
+    parents: Parents,
+    mounts: Mounts,
+    lengths: Sequence[int],
+    order: list[int],
+    first_row: list[int],
+    run_of: list[int],
+    num_rows: int,
+) -> AttentionPlan:
+    tree = ancestor_matrix(parents)
+    mounted = mounted_matrix(parents, mounts) & ~tree
+    segment_of_row = np.repeat(
+        np.asarray(order, dtype=np.int32), [lengths[segment] for segment in order]
+    )
+    groups: list[QueryGroup] = []
+    index = 0
+    while index < len(order):
+        head = order[index]
+        stop = index + 1
+        while stop < len(order) and run_of[order[stop]] == run_of[head] and not mounts[order[stop]]:
+            stop += 1
+        lo = first_row[head]
+        hi = first_row[order[stop - 1]] + lengths[order[stop - 1]]
+        groups.append(
+            QueryGroup(
+                lo,
+                hi,
+                _rows(np.flatnonzero(tree[head]), first_row, lengths),
+                _rows(np.flatnonzero(mounted[head]), first_row, lengths),
+            )
+        )
+        index = stop
+    return AttentionPlan(num_rows, groups, segment_of_row, tree, mounted)
+
+
+def _rows(segments: npt.NDArray[np.intp], first_row: list[int], lengths: Sequence[int]) -> Index:
+    """Concatenate the rows of some segments, ascending."""
+    spans = sorted((first_row[segment], lengths[segment]) for segment in segments)
+    if not spans:
+        return np.empty(0, dtype=np.int64)
+    return np.concatenate([np.arange(lo, lo + length, dtype=np.int64) for lo, length in spans])
+
+
+def owner_mask(kinds: Sequence[str], lengths: Sequence[int]) -> list[npt.NDArray[np.bool_]]:
+    """Mark the tokens that their thread sampled: all of an action segment, once, and nothing else
+    (paper Eq. 6).
+    """
+    return [
+        np.full(length, kind == "action", dtype=bool)
+        for kind, length in zip(kinds, lengths, strict=True)
+    ]
