@@ -139,6 +139,13 @@ class AttentionPlan:
     visible: npt.NDArray[np.bool_]
     mounted: npt.NDArray[np.bool_]
 
+    def without_mounts(self) -> AttentionPlan:
+        """Give the plan of a layer outside the mount set: the tree alone."""
+        none = np.empty(0, dtype=np.int64)
+        groups = [QueryGroup(group.lo, group.hi, group.seen, none) for group in self.groups]
+        empty = np.zeros_like(self.mounted)
+        return AttentionPlan(self.num_rows, groups, self.segment_of_row, self.visible, empty)
+
 
 @dataclass(frozen=True, slots=True)
 class Level:

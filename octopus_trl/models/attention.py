@@ -1,0 +1,72 @@
+"""Attention mixer: the stock module, with its attention function replaced inside a pass of ours.
+
+transformers looks the attention function up in `module.config`. Each attention module gets its own
+copy of the config that names `octopus`; outside a pass of ours the function hands over to whatever
+the model's own config names, so a plain forward is unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+NAME = "octopus"
+
+
+def octopus_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    octopus: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend within the pass `octopus`, or as the model's own config says where there is none.
+
+    Args:
+        query, key, value: [1, heads, T, head_dim], rotated.
+    Returns:
+        [1, T, heads, head_dim] and no weights (inside a pass).
+    """
+    if octopus is None:
+        config = module.config.octopus_plain  # type: ignore[union-attr]
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        plain = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+        return plain(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
+        )
+    out = octopus.attend(
+        module.layer_idx,
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling,
+    )
+    return out.unsqueeze(0), None
+
+
+def install(module: nn.Module, config: Any) -> None:
+    """Route an attention module through `octopus_attention`.
+
+    Args:
+        config: the model's config, consulted live for a plain forward.
+    """
+    AttentionInterface.register(NAME, octopus_attention)
+    own = copy.copy(config)
+    own._attn_implementation = NAME
+    own.octopus_plain = config
+    module.config = own

@@ -1,0 +1,120 @@
+"""Install the mixers in a Hugging Face causal LM, in place.
+
+Classes are swapped for subclasses under the same name, so parameters, `state_dict`, hooks and
+`save_pretrained` stay what they were. A model that is wrapped by PEFT, before or after, keeps its
+adapters: the mixers call the same projection modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5Attention,
+    Qwen3_5ForCausalLM,
+    Qwen3_5GatedDeltaNet,
+)
+
+from octopus_trl.errors import ConfigError
+from octopus_trl.models import attention
+from octopus_trl.models.gated_delta import OctopusGatedDeltaNet
+from octopus_trl.models.spec import ModelSpec, read_spec
+
+SUPPORTED = (Qwen3_5ForCausalLM, Qwen3ForCausalLM)
+ATTENTION = (Qwen3_5Attention, Qwen3Attention)
+
+# A pass brings its own visibility; the model must not build a mask from scattered positions.
+_NO_MASKS: dict[str, None] = {"full_attention": None, "linear_attention": None}
+
+
+class _PassForward:
+    """Adds `model(octopus=context)` to a causal LM; every other call is the model's own."""
+
+    def forward(self, *args: Any, octopus: Any = None, **kwargs: Any) -> Any:
+        """Run one pass of ours, or the stock forward where `octopus` is None."""
+        if octopus is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        outputs = self.model(  # type: ignore[attr-defined]
+            input_ids=octopus.input_ids,
+            position_ids=octopus.position_ids,
+            attention_mask=_NO_MASKS,
+            use_cache=False,
+            octopus=octopus,
+        )
+        hidden: Tensor = outputs.last_hidden_state[0]
+        return octopus.finish(hidden, self.lm_head)  # type: ignore[attr-defined]
+
+
+def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "attention") -> Any:
+    """Install the mixers in place and settle the mount set (DESIGN §6).
+
+    Args:
+        model: `Qwen3_5ForCausalLM` or `Qwen3ForCausalLM`, PEFT-wrapped or not. Calling again only
+            changes the mount set.
+        mount_layers: "attention" for every full-attention layer of a hybrid, or layer indices;
+            a dense model needs indices.
+    Returns:
+        The same object; its parameters' names and a plain forward's result are unchanged.
+    Raises:
+        ConfigError: the class is not supported, or the mount set does not fit it.
+    """
+    causal_lm = unwrap(model)
+    if not isinstance(causal_lm, SUPPORTED):
+        names = ", ".join(cls.__name__ for cls in SUPPORTED)
+        raise ConfigError(
+            f"{type(causal_lm).__name__} has no mixers here: supported classes are {names}; "
+            "load a Qwen3.5 checkpoint with AutoModelForCausalLM to get its text model"
+        )
+    spec = read_spec(causal_lm.config, mount_layers)
+    if not isinstance(causal_lm, _PassForward):
+        for module in causal_lm.modules():
+            if isinstance(module, ATTENTION):
+                attention.install(module, causal_lm.config)
+            elif isinstance(module, Qwen3_5GatedDeltaNet):
+                module.__class__ = OctopusGatedDeltaNet
+        causal_lm.__class__ = _with_pass(type(causal_lm))
+    causal_lm.octopus_spec = spec  # type: ignore[assignment]
+    return model
+
+
+def unwrap(model: nn.Module) -> Any:
+    """Give the Hugging Face causal LM under PEFT, DDP or DeepSpeed wrappers."""
+    inner: Any = model
+    while True:
+        if hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif type(inner).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+            inner = inner.module
+        else:
+            return inner
+
+
+def spec_of(model: nn.Module) -> ModelSpec:
+    """Give the spec of a prepared model.
+
+    Raises:
+        ConfigError: `prepare_model` was not called.
+    """
+    spec = getattr(unwrap(model), "octopus_spec", None)
+    if spec is None:
+        raise ConfigError(
+            f"{type(unwrap(model)).__name__} is not prepared: call prepare_model(model) first"
+        )
+    return spec
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _with_pass(cls: type) -> type:
+    """Subclass a causal LM under its own name, so that `config.json` names the stock class."""
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(
+            cls.__name__,
+            (_PassForward, cls),
+            {"__module__": cls.__module__, "__qualname__": cls.__qualname__},
+        )
+    return _CLASSES[cls]

@@ -1,0 +1,125 @@
+"""What an engine or a packer must know of a Hugging Face causal LM: layer kinds and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from octopus_trl.errors import ConfigError
+
+LayerKind = Literal["attention", "recurrent"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of one causal LM, and the layers that mounts reach.
+
+    Attributes:
+        layer_kinds: "attention" or "recurrent" for each layer.
+        mount_layers: attention layers that see mounted segments, ascending.
+        num_heads, num_kv_heads, head_dim: attention, equal in every attention layer.
+        state_shape: [HV, K, V] of a recurrent state (float32), empty for a dense model.
+        tail_shape: [C, W - 1] of a convolution tail (model dtype), empty for a dense model.
+        hidden_size, vocab_size: widths of the residual stream and of the output layer.
+    """
+
+    layer_kinds: tuple[LayerKind, ...]
+    mount_layers: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    state_shape: tuple[int, ...]
+    tail_shape: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Indices of the attention layers, ascending."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "attention")
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the recurrent layers, ascending."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "recurrent")
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers are recurrent."""
+        return "recurrent" in self.layer_kinds
+
+
+def read_spec(config: Any, mount_layers: str | Sequence[int]) -> ModelSpec:
+    """Read the sizes of a text config and settle the mount set.
+
+    Args:
+        config: a `Qwen3_5TextConfig` or `Qwen3Config`.
+        mount_layers: "attention" (all full-attention layers of a hybrid) or layer indices.
+    Raises:
+        ConfigError: a layer kind is unknown, or the mount set does not fit the layers.
+    """
+    kinds: list[LayerKind] = []
+    for index, kind in enumerate(config.layer_types):
+        if kind == "full_attention":
+            kinds.append("attention")
+        elif kind == "linear_attention":
+            kinds.append("recurrent")
+        else:
+            raise ConfigError(
+                f"layer {index} is {kind!r}: only full_attention and linear_attention layers can "
+                "run as threads; a sliding window would drop pages that siblings still read"
+            )
+    hybrid = "recurrent" in kinds
+    attention = [index for index, kind in enumerate(kinds) if kind == "attention"]
+    state_shape: tuple[int, ...] = ()
+    tail_shape: tuple[int, ...] = ()
+    if hybrid:
+        key_dim = config.linear_num_key_heads * config.linear_key_head_dim
+        value_dim = config.linear_num_value_heads * config.linear_value_head_dim
+        state_shape = (
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
+        tail_shape = (2 * key_dim + value_dim, config.linear_conv_kernel_dim - 1)
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    return ModelSpec(
+        layer_kinds=tuple(kinds),
+        mount_layers=_mount_set(mount_layers, attention, hybrid, len(kinds)),
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        state_shape=state_shape,
+        tail_shape=tail_shape,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+    )
+
+
+def _mount_set(
+    asked: str | Sequence[int], attention: list[int], hybrid: bool, num_layers: int
+) -> tuple[int, ...]:
+    if isinstance(asked, str):
+        if asked != "attention":
+            raise ConfigError(
+                f'mount_layers={asked!r}: must be "attention" or a list of layer indices'
+            )
+        if not hybrid:
+            raise ConfigError(
+                'mount_layers="attention" on a dense model would mount everywhere and hand the '
+                f"reader its sibling's goal: give layer indices among {attention}"
+            )
+        return tuple(attention)
+    layers = list(asked)
+    wrong = [
+        layer
+        for layer in layers
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer not in attention
+    ]
+    if wrong or not layers or len(set(layers)) != len(layers):
+        raise ConfigError(
+            f"mount_layers={layers}: must be distinct attention layers, at least one, among "
+            f"{attention} of {num_layers} layers"
+        )
+    return tuple(sorted(layers))

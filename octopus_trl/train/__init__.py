@@ -1,0 +1,1 @@
+"""Training on whole episodes: packing, the trainer and its settings."""
