@@ -11,9 +11,12 @@ WORKERS ?= logical
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
     "$$p" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
     >/dev/null 2>&1 && echo "$$p" && break; done)
-# Without an NVIDIA driver the CPU wheel of torch is enough; a range would fetch gigabytes of CUDA.
+# Without an NVIDIA GPU the CPU wheel of torch is enough; the default Linux wheel brings gigabytes of
+# CUDA. The index that holds it is asked only where it answers: pip would wait for it for minutes.
 CPU_TORCH ?= torch==2.13.0
-HAS_GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -c GPU)
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+HAS_GPU = $(shell nvidia-smi -L 2>/dev/null | grep GPU)
+ANSWERS = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)
 
 # The stamp's name carries what was installed, so that a changed pyproject.toml is seen even when
 # a checkout gives every file the same time.
@@ -36,7 +39,9 @@ setup: $(READY)
 $(READY):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; fix: install one or give PYTHON=path"; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(if $(filter-out 0,$(HAS_GPU)),,$(BIN)/python -m pip install -q "$(CPU_TORCH)")
+	$(if $(HAS_GPU),,index=; $(BIN)/python -c "$(ANSWERS)" $(CPU_INDEX)/ 2>/dev/null \
+	    && index="--extra-index-url $(CPU_INDEX)"; \
+	    $(BIN)/python -m pip install -q $$index "$(CPU_TORCH)")
 	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
