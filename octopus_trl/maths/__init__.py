@@ -1,0 +1,1 @@
+"""Pure torch functions of the model and the objective: any dtype, CPU, no state (README.md)."""
