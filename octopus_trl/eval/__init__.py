@@ -1,0 +1,1 @@
+"""Benchmarks, their worlds and graders."""

@@ -1,0 +1,46 @@
+"""Write a seal join world: corpus, questions of both splits and its tokenizer.
+
+`build_world.py data/seal_join` rewrites the files that ship, byte for byte. `--full` makes the
+world of long pages, `--train` and `--test` set the number of questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from octopus_trl.errors import ConfigError
+from octopus_trl.eval.seal_join import FULL, World, WorldConfig
+from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+
+
+def main() -> int:
+    """Write the folder; a setting out of range ends in one message."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--full", action="store_true", help="12 classes of 6 symbols, long pages")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=int, default=1800, help="questions of the training split")
+    parser.add_argument("--test", type=int, default=900, help="questions of the test split")
+    options = parser.parse_args()
+    try:
+        config = dataclasses.replace(FULL if options.full else WorldConfig(), seed=options.seed)
+        world = World(config)
+        world.write(options.folder)
+        for split, count in (("train", options.train), ("test", options.test)):
+            rows = world.questions(split, count)
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (options.folder / f"questions_{split}.jsonl").write_text(text, encoding="utf-8")
+        build_tokenizer().save_pretrained(options.folder / "tokenizer")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(world.docid)} pages, {options.train} + {options.test} questions: {options.folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
