@@ -178,6 +178,7 @@ class Trace:
         self._check_threads()
         for index, segment in enumerate(self.segments):
             self._check_segment(index, segment, vocab_size)
+        self._check_heads()
         self._check_mounts()
         self._check_starts()
         return self
@@ -190,9 +191,9 @@ class Trace:
         Raises:
             TraceError: no such segment.
         """
-        if not 0 <= segment_id < len(self.segments):
+        if not _is_int(segment_id) or not 0 <= segment_id < len(self.segments):
             raise TraceError(
-                f"segment {segment_id} does not exist, ids end at {len(self.segments)}"
+                f"segment {segment_id!r} does not exist, ids are 0..{len(self.segments) - 1}"
             )
         tokens: list[int] = []
         positions: list[int] = []
@@ -211,8 +212,17 @@ class Trace:
                 raise TraceError(f"{name} is {value!r}, must be one of {allowed}")
         if not _is_int(self.policy_version) or self.policy_version < 0:
             raise TraceError(f"policy_version is {self.policy_version!r}, must be an integer >= 0")
-        if self.reward is not None and not math.isfinite(self.reward):
-            raise TraceError(f"reward is {self.reward}, must be finite or null")
+        if self.reward is not None and not _is_finite(self.reward):
+            raise TraceError(f"reward is {self.reward!r}, must be a finite number or null")
+        layers = self.mount_layers
+        if layers is not None and (
+            not all(_is_int(layer) and layer >= 0 for layer in layers)
+            or len(set(layers)) != len(layers)
+        ):
+            raise TraceError(f"mount_layers is {layers}, must be distinct layer indices >= 0")
+        for event in self.events:
+            if not isinstance(event, Mapping):
+                raise TraceError(f"an event is a JSON object, got {event!r}")
         if not self.segments:
             raise TraceError("a trace holds at least one segment, got 0")
         if not self.threads:
@@ -220,13 +230,20 @@ class Trace:
 
     def _check_threads(self) -> None:
         ids = [thread.id for thread in self.threads]
+        for thread in self.threads:
+            if not _is_int(thread.id) or thread.id < 0:
+                raise TraceError(f"thread id is {thread.id!r}, must be an integer >= 0")
+            if thread.parent is not None and not _is_int(thread.parent):
+                raise TraceError(
+                    f"thread {thread.id}: parent is {thread.parent!r}, must be a thread id or null"
+                )
+            if not isinstance(thread.task, str):
+                raise TraceError(f"thread {thread.id}: task is {thread.task!r}, must be text")
         if len(set(ids)) != len(ids):
             raise TraceError(f"thread ids must be unique, got {ids}")
         known = set(ids)
         by_id = {thread.id: thread for thread in self.threads}
         for thread in self.threads:
-            if not _is_int(thread.id) or thread.id < 0:
-                raise TraceError(f"thread id is {thread.id!r}, must be an integer >= 0")
             if thread.status not in STATUSES:
                 raise TraceError(
                     f"thread {thread.id}: status is {thread.status!r}, must be one of {STATUSES}"
@@ -238,12 +255,21 @@ class Trace:
                 above, hops = by_id[above].parent, hops + 1
             if hops > len(ids):
                 raise TraceError(f"thread {thread.id}: its parents form a cycle")
+
+    def _check_heads(self) -> None:
+        for thread in self.threads:
             if thread.head is None:
                 continue
             if not _is_int(thread.head) or not 0 <= thread.head < len(self.segments):
                 raise TraceError(
-                    f"thread {thread.id}: head is {thread.head!r}, segments end at "
+                    f"thread {thread.id}: head: got {thread.head!r}, must be a segment id below "
                     f"{len(self.segments)}"
+                )
+            owner = self.segments[thread.head].thread
+            if not self._descends(thread.id, owner):
+                raise TraceError(
+                    f"thread {thread.id}: head {thread.head} lies on its own chain: got a segment "
+                    f"of thread {owner}, must be of {thread.id} or a thread above it"
                 )
 
     def _check_segment(self, index: int, segment: Segment, vocab_size: int | None) -> None:
@@ -254,7 +280,7 @@ class Trace:
             raise fail("ids count up from 0 in creation order", segment.id, index)
         if segment.kind not in KINDS:
             raise fail("kind", repr(segment.kind), f"one of {KINDS}")
-        if segment.thread not in {thread.id for thread in self.threads}:
+        if not _is_int(segment.thread) or segment.thread not in {t.id for t in self.threads}:
             raise fail("thread", segment.thread, "a thread of this trace")
         if segment.parent is not None and not (
             _is_int(segment.parent) and 0 <= segment.parent < index
@@ -271,14 +297,16 @@ class Trace:
             if not _is_int(token) or token < 0 or (vocab_size is not None and token >= vocab_size):
                 limit = "an integer >= 0" if vocab_size is None else f"in 0..{vocab_size - 1}"
                 raise fail("token id", repr(token), limit)
+        if segment.time_s is not None and not _is_finite(segment.time_s):
+            raise fail("time_s", repr(segment.time_s), "a finite number or null")
         if segment.logps is not None:
             if segment.kind != "action":
                 raise fail("logps are kept on actions only, kind", segment.kind, "action")
             if len(segment.logps) != len(segment.tokens):
                 raise fail("number of logps", len(segment.logps), len(segment.tokens))
             for logp in segment.logps:
-                if not isinstance(logp, float | int) or not math.isfinite(logp) or logp > 1e-4:
-                    raise fail("logp", logp, "finite and at most 0")
+                if not _is_finite(logp) or logp > 1e-4:
+                    raise fail("logp", repr(logp), "finite and at most 0")
 
     def _descends(self, thread: int, above: int) -> bool:
         by_id = {record.id: record for record in self.threads}
@@ -290,17 +318,17 @@ class Trace:
     def _check_mounts(self) -> None:
         parents, mounts = self.parents, self.mounts
         for segment in self.segments:
-            if len(set(segment.mounts)) != len(segment.mounts):
-                raise TraceError(
-                    f"segment {segment.id}: mounts are listed once: got {segment.mounts}, "
-                    f"must be {sorted(set(segment.mounts))}"
-                )
             for mount in segment.mounts:
                 if not _is_int(mount) or not 0 <= mount < segment.id:
                     raise TraceError(
                         f"segment {segment.id}: mount: got {mount!r}, must be an id below "
                         f"{segment.id}"
                     )
+            if len(set(segment.mounts)) != len(segment.mounts):
+                raise TraceError(
+                    f"segment {segment.id}: mounts are listed once: got {segment.mounts}, "
+                    f"must be {sorted(set(segment.mounts))}"
+                )
         tree = dag.ancestor_matrix(parents)
         seen = tree | dag.mounted_matrix(parents, mounts)
         for segment in self.segments:
@@ -339,11 +367,9 @@ def read_traces(path: str | Path, *, check: bool = True) -> Iterator[Trace]:
     Raises:
         TraceError: a line is broken; names the file and the line number.
     """
-    with Path(path).open(encoding="utf-8") as lines:
+    with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                if _parses(line):
-                    yield _load(line, path, number, check)
+            if not line.endswith(b"\n") and not _parses(line):
                 return
             if line.strip():
                 yield _load(line, path, number, check)
@@ -367,8 +393,7 @@ class TraceWriter:
 
     def append(self, trace: Trace) -> None:
         """Write one trace as one line."""
-        line = json.dumps(trace.to_dict(), separators=(",", ":"), allow_nan=False) + "\n"
-        data = line.encode("utf-8")
+        data = _line(trace)
         written = os.write(self._descriptor, data)
         while written < len(data):
             written += os.write(self._descriptor, data[written:])
@@ -387,26 +412,14 @@ class TraceWriter:
 
     def _recover(self) -> None:
         data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        tail = data[whole:].decode("utf-8", errors="replace")
-        for trace in read_traces_from(data[:whole].decode("utf-8"), self.path):
+        tail = data[data.rfind(b"\n") + 1 :]
+        for trace in read_traces(self.path, check=False):
             self.episode_ids.add(trace.episode_id)
-        if not tail:
-            return
-        if _parses(tail):
+        if tail and _parses(tail):
             with self.path.open("ab") as stream:
                 stream.write(b"\n")
-            self.episode_ids.add(_load(tail, self.path, data.count(b"\n") + 1, False).episode_id)
-            return
-        with self.path.open("r+b") as stream:
-            stream.truncate(whole)
-
-
-def read_traces_from(text: str, path: str | Path) -> Iterator[Trace]:
-    """Read traces from JSONL text without checking them; `path` is named in errors."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            yield _load(line, path, number, False)
+        elif tail:
+            os.truncate(self.path, len(data) - len(tail))
 
 
 def write_traces(path: str | Path, traces: Sequence[Trace]) -> None:
@@ -414,34 +427,48 @@ def write_traces(path: str | Path, traces: Sequence[Trace]) -> None:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as stream:
-        for trace in traces:
-            stream.write(json.dumps(trace.to_dict(), separators=(",", ":"), allow_nan=False) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    beside.replace(target)
-
-
-def _load(line: str, path: str | Path, number: int, check: bool) -> Trace:
     try:
-        trace = Trace.from_dict(json.loads(line))
-        return trace.check() if check else trace
-    except json.JSONDecodeError as error:
+        with beside.open("wb") as stream:
+            for trace in traces:
+                stream.write(_line(trace))
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _line(trace: Trace) -> bytes:
+    text = json.dumps(trace.to_dict(), separators=(",", ":"), allow_nan=False)
+    return text.encode("ascii") + b"\n"
+
+
+def _load(line: bytes, path: str | Path, number: int, check: bool) -> Trace:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} line {number}: no JSON object ({error})") from error
+    try:
+        trace = Trace.from_dict(record)
+        return trace.check() if check else trace
     except TraceError as error:
         raise TraceError(f"{path} line {number}: {error}") from error
 
 
-def _parses(line: str) -> bool:
+def _parses(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except json.JSONDecodeError:
+        json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
         return False
     return True
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 _TYPES: tuple[tuple[str, Any, str], ...] = (

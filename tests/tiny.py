@@ -87,7 +87,7 @@ def tiny_dense(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: A
 
 
 def with_lora(model: nn.Module, seed: int = 0, rank: int = 3) -> Any:
-    """Wrap a model in PEFT adapters on attention, GDN and MLP projections, both factors non-zero."""
+    """Wrap a model in PEFT adapters on every inner projection, both factors non-zero."""
     from peft import LoraConfig, get_peft_model
 
     names = {name.rsplit(".", 1)[-1] for name, child in model.named_modules() if _is_linear(child)}
@@ -267,9 +267,9 @@ def _filled(cls: Any, config: Any, seed: int) -> Any:
             elif "conv1d" in name:
                 normal(parameter, 0.5)
             elif "embed_tokens" in name or "lm_head" in name:
-                normal(parameter, 0.3)
+                normal(parameter, 0.15)
             else:
-                normal(parameter, 1.2 * parameter.shape[-1] ** -0.5)
+                normal(parameter, 1.0 * parameter.shape[-1] ** -0.5)
     return model
 
 

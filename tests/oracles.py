@@ -1,0 +1,242 @@
+"""Brute force for episode DAGs, built on the stock transformers modules and nothing of ours.
+
+One layer at a time over all tokens of a trace: attention through the stock module with an explicit
+[T, T] mask, recurrent layers through the stock mixer on every chain from its root, so that no state
+is ever handed over. Nothing here imports octopus_trl.maths, kernels or models; a trace is read for
+its tokens, edges and recorded positions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.qwen3_5.modeling_qwen3_5 import repeat_kv
+
+Edges = Sequence[Sequence[int]]
+
+
+@dataclass
+class Flat:
+    """Tokens of a trace in creation order.
+
+    Attributes:
+        first: row of the first token of each segment, and T at the end.
+        chains: for each segment, its ancestors from the root on, then itself.
+        tree, mounted: [T, T] bool, what each row sees along its chain (itself included), and what
+            it sees only through mounts.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    first: list[int]
+    chains: list[list[int]]
+    tree: Tensor
+    mounted: Tensor
+
+    def rows(self, segments: Iterable[int]) -> list[int]:
+        """List the rows of some segments in the order given."""
+        return [row for s in segments for row in range(self.first[s], self.first[s + 1])]
+
+
+def flatten(trace: Any) -> Flat:
+    """Write out a trace token by token, from the definitions of DESIGN §2."""
+    segments = trace.segments
+    first = [0]
+    for segment in segments:
+        first.append(first[-1] + len(segment.tokens))
+    total = first[-1]
+    chains: list[list[int]] = []
+    tree = torch.zeros(total, total, dtype=torch.bool)
+    mounted = torch.zeros(total, total, dtype=torch.bool)
+    for index, segment in enumerate(segments):
+        above = [] if segment.parent is None else chains[segment.parent]
+        chains.append([*above, index])
+        read = {mount for link in chains[index] for mount in segments[link].mounts}
+        for row in range(first[index], first[index + 1]):
+            for link in above:
+                tree[row, first[link] : first[link + 1]] = True
+            tree[row, first[index] : row + 1] = True
+            for mount in read:
+                mounted[row, first[mount] : first[mount + 1]] = True
+    tokens = [token for segment in segments for token in segment.tokens]
+    positions = [segment.start + i for segment in segments for i in range(len(segment.tokens))]
+    return Flat(torch.tensor(tokens), torch.tensor(positions), first, chains, tree, mounted & ~tree)
+
+
+def brute_hidden(
+    model: nn.Module, trace: Any, *, mount_layers: Sequence[int] | None = None, mounts: str = "live"
+) -> tuple[Flat, Tensor]:
+    """Run every layer over the whole DAG.
+
+    Args:
+        model: a stock causal LM, PEFT-wrapped or not, never prepared.
+        mount_layers: attention layers that see mounts; None for all of them.
+        mounts: "live", "detached" (no gradient through a mounted key or value) or "dropped".
+    Returns:
+        The flat trace and the normed last hidden states [T, d].
+    """
+    flat = flatten(trace)
+    base = _base(model)
+    kinds = base.config.layer_types
+    if mount_layers is None:
+        mount_layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    leaves = [s for s in range(len(flat.chains)) if not any(s in c[:-1] for c in flat.chains)]
+    hidden = base.embed_tokens(flat.tokens[None])
+    rope = base.rotary_emb(hidden, flat.positions[None])
+    for index, layer in enumerate(base.layers):
+        x = layer.input_layernorm(hidden)
+        if kinds[index] == "linear_attention":
+            mixed = _recurrent(layer.linear_attn, x, flat, leaves)
+        else:
+            reads = mounts != "dropped" and index in mount_layers
+            far = flat.mounted if reads else torch.zeros_like(flat.mounted)
+            mixed = _attend(base, layer.self_attn, x, rope, flat.tree, far, mounts == "detached")
+        hidden = hidden + mixed
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    return flat, base.norm(hidden)[0]
+
+
+def brute_logps(
+    model: nn.Module,
+    trace: Any,
+    *,
+    mount_layers: Sequence[int] | None = None,
+    mounts: str = "live",
+    temperature: float = 1.0,
+) -> list[Tensor]:
+    """Score every token of every segment; a root's first token is NaN (see `brute_hidden`)."""
+    flat, hidden = brute_hidden(model, trace, mount_layers=mount_layers, mounts=mounts)
+    logits = _lm(model).lm_head(hidden).float() / temperature
+    logps = torch.log_softmax(logits, dim=-1)
+    scores = []
+    for index, segment in enumerate(trace.segments):
+        lo, hi = flat.first[index], flat.first[index + 1]
+        before = list(range(lo - 1, hi - 1))
+        if segment.parent is not None:
+            before[0] = flat.first[segment.parent + 1] - 1
+        score = logps[before, segment.tokens]
+        if segment.parent is None:
+            score = torch.cat([score.new_full((1,), float("nan")), score[1:]])
+        scores.append(score)
+    return scores
+
+
+def brute_next_logits(model: nn.Module, trace: Any, **options: Any) -> list[Tensor]:
+    """Give the float32 logits [vocab] after the last token of every segment."""
+    flat, hidden = brute_hidden(model, trace, **options)
+    logits = _lm(model).lm_head(hidden).float()
+    return [logits[flat.first[index + 1] - 1] for index in range(len(trace.segments))]
+
+
+@torch.no_grad()
+def plain_logps(model: nn.Module, trace: Any, segment: int) -> Tensor:
+    """Score the last segment of a chain with one plain forward of the stock model; no mounts."""
+    tokens, positions = trace.linearize(segment)
+    logits = model(
+        input_ids=torch.tensor([tokens]),
+        position_ids=torch.tensor([positions]),
+        use_cache=False,
+    ).logits[0]
+    logps = torch.log_softmax(logits.float(), dim=-1)
+    score = logps[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    score = torch.cat([score.new_full((1,), float("nan")), score])
+    return score[len(tokens) - len(trace.segments[segment].tokens) :]
+
+
+def gradients(model: nn.Module, scores: Sequence[Tensor], seed: int = 0) -> dict[str, Tensor]:
+    """Differentiate a fixed random weighting of all scores, NaN ones left out.
+
+    Returns:
+        Gradient of each trainable parameter, zeros where it has none.
+    """
+    loss = weighted(scores, seed)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    grads = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def weighted(scores: Sequence[Tensor], seed: int = 0) -> Tensor:
+    """Sum all scores with fixed random weights, NaN ones left out."""
+    flat = torch.cat(list(scores))
+    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
+    return (flat * weights)[~flat.isnan()].sum()
+
+
+def _recurrent(mixer: nn.Module, x: Tensor, flat: Flat, leaves: Sequence[int]) -> Tensor:
+    """Run the stock mixer on each chain from its root; a shared segment is taken once."""
+    pieces: dict[int, Tensor] = {}
+    for leaf in leaves:
+        chain = flat.chains[leaf]
+        out = mixer(hidden_states=x[:, flat.rows(chain)])[0]
+        lengths = [flat.first[s + 1] - flat.first[s] for s in chain]
+        for segment, piece in zip(chain, out.split(lengths), strict=True):
+            pieces.setdefault(segment, piece)
+    return torch.cat([pieces[segment] for segment in sorted(pieces)])[None]
+
+
+def _attend(
+    base: Any,
+    attention: nn.Module,
+    x: Tensor,
+    rope: Any,
+    tree: Tensor,
+    mounted: Tensor,
+    detached: bool,
+) -> Tensor:
+    """Run the stock attention module under an explicit mask."""
+    kept = base.config._attn_implementation
+    base.config._attn_implementation = "oracle_detached" if detached else "eager"
+    mask = torch.zeros(tree.shape, dtype=x.dtype).masked_fill(~(tree | mounted), float("-inf"))
+    try:
+        return attention(
+            hidden_states=x,
+            position_embeddings=rope,
+            attention_mask=mask[None, None],
+            **({"oracle_mounted": mounted} if detached else {}),
+        )[0]
+    finally:
+        base.config._attn_implementation = kept
+
+
+def _detached_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    oracle_mounted: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the gradient cut where a key or a value is read through a mount."""
+    key = repeat_kv(key, module.num_key_value_groups)
+    value = repeat_kv(value, module.num_key_value_groups)
+    live = query @ key.transpose(2, 3)
+    cut = query @ key.detach().transpose(2, 3)
+    scores = torch.where(oracle_mounted, cut, live) * scaling + attention_mask
+    weights = scores.softmax(dim=-1)
+    far = weights * oracle_mounted
+    out = (weights - far) @ value + far @ value.detach()
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("oracle_detached", _detached_attention)
+
+
+def _lm(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _base(model: nn.Module) -> Any:
+    return _lm(model).model
