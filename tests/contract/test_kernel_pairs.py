@@ -9,12 +9,10 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-KERNELS = sorted(
-    path.stem
-    for path in (ROOT / "octopus_trl" / "kernels").glob("*.py")
-    if path.stem != "__init__" and not path.stem.startswith("_")
-)
+from octopus_trl.kernels import _OPERATIONS, select
+
+KERNELS = sorted({module for module, has_kernel in _OPERATIONS.values() if has_kernel})
+FILES = (Path(__file__).parents[2] / "octopus_trl" / "kernels").glob("[!_]*.py")
 
 
 def public_functions(module: ModuleType) -> dict[str, inspect.Signature]:
@@ -26,6 +24,15 @@ def public_functions(module: ModuleType) -> dict[str, inspect.Signature]:
         and value.__module__ == module.__name__
         and not name.startswith("_")
     }
+
+
+def test_every_kernel_file_is_one_that_select_knows() -> None:
+    assert sorted(path.stem for path in FILES) == KERNELS
+
+
+@pytest.mark.parametrize("op", sorted(_OPERATIONS))
+def test_a_cpu_tensor_takes_the_reference(op: str) -> None:
+    assert select(op, "cpu").__module__ == f"octopus_trl.maths.{_OPERATIONS[op][0]}"
 
 
 @pytest.mark.parametrize("name", KERNELS)
