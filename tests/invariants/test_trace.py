@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -186,7 +187,7 @@ def test_linearize_gives_the_tokens_and_positions_of_the_chain(seed: int) -> Non
         tokens = [token for link in chain for token in link.tokens]
         positions = [link.start + i for link in chain for i in range(len(link.tokens))]
         assert trace.linearize(segment.id) == (tokens, positions)
-        assert all(a < b for a, b in zip(positions, positions[1:]))
+        assert all(a < b for a, b in itertools.pairwise(positions))
 
 
 @pytest.mark.parametrize("wrong", [-1, 7, 10**9, "0", None, 1.0, True])
