@@ -1,0 +1,195 @@
+"""Warm start: maximum likelihood of the action tokens of expert traces, in the packed pass.
+
+loss = −(1/M) Σ over the M owned tokens of a row of log p(token), mounted spans included in what a
+reader sees, exactly as in GRPO. Rows are made by the data loader's workers from a seed and a step
+number, so a resumed run sees the rows that an uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from octopus_trl.errors import ConfigError
+from octopus_trl.maths.dag import NO_ROW
+from octopus_trl.models import spec_of
+from octopus_trl.models.packed import PackedRow, pack, run_packed
+from octopus_trl.trace import Trace
+
+Mixture = Callable[[np.random.Generator, float], Trace]
+
+
+@dataclass
+class OctopusSFTConfig(TrainingArguments):
+    """Settings of a warm start; every field of `TrainingArguments` keeps its meaning."""
+
+    pack_tokens: int = field(
+        default=16_384,
+        metadata={"help": "Most unique tokens of one packed row (one step on one device)."},
+    )
+    decay_log_uniform: bool = field(
+        default=True,
+        metadata={
+            "help": "Initialise the decay of GDN layers for memory: dt log-uniform in 0.001..0.1, "
+            "A uniform in 1..16 (fla's initialisation); transformers' forgets in a token or two."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pack_tokens < 1:
+            raise ConfigError(f"pack_tokens={self.pack_tokens}: must be at least 1 token")
+        if self.per_device_train_batch_size != 1:
+            raise ConfigError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size}: must be 1, a row "
+                "is already a batch of traces; set pack_tokens"
+            )
+        if self.max_steps < 1:
+            raise ConfigError(f"max_steps={self.max_steps}: must be at least 1, rows are endless")
+        self.remove_unused_columns = False
+
+
+@dataclass(slots=True)
+class SFTRow:
+    """A packed row with the targets of its owned tokens.
+
+    Attributes:
+        rows, targets: [M] int64.
+        source: [M] int64, index into `sources`: which kind of trace a target belongs to.
+    """
+
+    row: PackedRow
+    rows: np.ndarray
+    targets: np.ndarray
+    source: np.ndarray
+    sources: list[str]
+
+
+def owned_targets(row: PackedRow, traces: Sequence[Trace]) -> tuple[np.ndarray, ...]:
+    """Collect the owned tokens of some packed traces, each once.
+
+    Returns:
+        rows [M] that predict them, targets [M] token ids, trace_index [M]; int64. An action that
+        begins a root has no predictor for its first token, which is left out.
+    """
+    rows, targets, owners = [], [], []
+    for index, trace in enumerate(traces):
+        for segment in trace.segments:
+            if segment.kind != "action":
+                continue
+            rows.append(row.predictors(index, segment.id))
+            targets.append(np.asarray(segment.tokens, dtype=np.int64))
+            owners.append(np.full(len(segment.tokens), index, dtype=np.int64))
+    if not rows:
+        empty = np.empty(0, dtype=np.int64)
+        return empty, empty, empty
+    predictors = np.concatenate(rows)
+    known = predictors != NO_ROW
+    return predictors[known], np.concatenate(targets)[known], np.concatenate(owners)[known]
+
+
+class RowDataset(Dataset[SFTRow]):
+    """Rows drawn from a mixture of traces, row i from (seed, i) alone.
+
+    Args:
+        mixture: draws one trace from a generator and the progress of the run in [0, 1); the trace's
+            `meta["source"]` names its kind.
+    """
+
+    def __init__(self, mixture: Mixture, *, num_rows: int, pack_tokens: int, seed: int) -> None:
+        self._mixture = mixture
+        self._num_rows = num_rows
+        self._pack_tokens = pack_tokens
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> SFTRow:
+        rng = np.random.default_rng((self._seed, index))
+        progress = index / self._num_rows
+        traces: list[Trace] = []
+        used = 0
+        while True:
+            trace = self._mixture(rng, progress)
+            size = sum(trace.lengths)
+            if size > self._pack_tokens:
+                raise ConfigError(
+                    f"a trace of {size} tokens does not fit pack_tokens={self._pack_tokens}: raise "
+                    "it, a DAG is never split"
+                )
+            if used + size > self._pack_tokens:
+                break
+            traces.append(trace)
+            used += size
+        row = pack(traces)
+        rows, targets, owners = owned_targets(row, traces)
+        sources = sorted({str(trace.meta.get("source", "expert")) for trace in traces})
+        kind = np.asarray(
+            [sources.index(str(trace.meta.get("source", "expert"))) for trace in traces]
+        )
+        return SFTRow(row, rows, targets, kind[owners], sources)
+
+
+class OctopusSFTTrainer(Trainer):
+    """`transformers.Trainer` whose loss is the packed pass over one row of traces."""
+
+    def __init__(self, model: nn.Module, args: OctopusSFTConfig, **kwargs: Any) -> None:
+        self._spec = spec_of(model)
+        self._recent: dict[str, list[Tensor]] = {}
+        super().__init__(model, args, data_collator=lambda batch: {"row": batch[0]}, **kwargs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean negative log-probability of a row's owned tokens, in nats."""
+        item: SFTRow = inputs["row"]
+        logps = run_packed(model, self._spec, item.row, item.rows, item.targets)
+        self._note(item, logps.detach())
+        loss = -logps.mean()
+        return (loss, {"logps": logps}) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add, for each kind of trace, the mean NLL and the share of tokens with p > 1/2."""
+        for name, values in self._recent.items():
+            logs[name] = float(torch.stack(values).nanmean())
+        self._recent.clear()
+        super().log(logs, start_time)
+
+    def _note(self, item: SFTRow, logps: Tensor) -> None:
+        source = torch.from_numpy(item.source).to(logps.device)
+        for index, name in enumerate(item.sources):
+            chosen = logps[source == index]
+            self._recent.setdefault(f"nll/{name}", []).append(-chosen.mean())
+            likely = (chosen > np.log(0.5)).float().mean()
+            self._recent.setdefault(f"likely/{name}", []).append(likely)
+
+
+def initialise_decay(model: nn.Module, *, seed: int) -> None:
+    """Draw the decay of every GDN layer for memory, as fla does.
+
+    A ~ U(1, 16) and dt ~ exp(U(log 0.001, log 0.1)), dt_bias = dt + log(1 − e^−dt) (the inverse of
+    softplus), so that a token's decay exp(−A softplus(dt_bias)) starts between 0.2 and 0.999.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if not hasattr(module, "A_log") or not hasattr(module, "dt_bias"):
+            continue
+        heads = module.A_log.shape[0]
+        rate = torch.rand(heads, generator=generator) * 15 + 1
+        low, high = np.log(0.001), np.log(0.1)
+        dt = torch.exp(torch.rand(heads, generator=generator) * (high - low) + low)
+        with torch.no_grad():
+            module.A_log.copy_(rate.log())
+            module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
