@@ -31,11 +31,11 @@ from octopus_trl.eval import seal_join_words as words
 WORLD_FILE = "world.json"
 ARMS = ("early", "late")
 SPLITS = ("train", "test")
+# The agent appends the tools' signatures (`compact_tools`).
 SYSTEM_PROMPT = (
     "find seals. fork a thread for each place, wait for all, read each thread, then commit the "
     "seals in order. a thread: search its place, open the page, search the steward guild, open "
-    "the current edition, commit done. tools: fork(task) wait_threads(thread_ids) "
-    "read_thread(thread_id) rewind(turn, note) search(query) open(docid) commit(result)"
+    "the current edition, commit done."
 )
 SLOT = re.compile(r"\{(\w+)\}")
 

@@ -22,7 +22,7 @@ NOUNS = _words(
 KINDS = ("depot", "station", "guild", "office")
 CLASSES = _words("quarry harbor garden forge market mill bridge tower stable vault chapel orchard")
 THINGS = _words("yard gate roof hall lamp bench fence barn path well")
-STATES = _words("new shut clean busy bare full wet dusty")
+STATES = _words("light shut clean busy bare full wet dusty")
 TIMES = _words("spring summer autumn winter march june")
 
 # Crockford's base 32 less the digits that look like letters: 24 letters and 8 digits.
@@ -30,10 +30,10 @@ SYMBOLS = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 
 # What pages, prompts, tool calls and their answers say besides names.
 PROTOCOL = _words(
-    """the a an of is at in and or to for no not this it its as with by on you your are each
+    """the a of is at in and to for no not this it its with by on you your are each
     steward seal seals chair names edition current withdrawn former see also
-    class give find page open search query docid title read thread threads id ids wait
+    class find page open search query docid read thread threads id ids wait
     fork task rewind turn note commit result done budget tokens forked mounted committed running
-    status hits found call calls tool tools error user assistant system answer place work then
-    order from most all left"""
+    status hits call tool tools error user assistant system place then
+    order most all turns rewound nothing new refused"""
 )

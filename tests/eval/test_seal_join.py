@@ -296,7 +296,7 @@ def test_the_template_is_safe_across_turns_and_short_in_the_compact_form(tokeniz
     system = {"role": "system", "content": SYSTEM_PROMPT}
     messages = [system, {"role": "user", "content": "find the chair seal of gold fox depot."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert 60 <= len(tokenizer.encode(SYSTEM_PROMPT)) <= 110
+    assert len(tokenizer.encode(SYSTEM_PROMPT)) <= 60
     turn = {"role": "assistant", "reasoning_content": "x", "content": "y"}
     more = tokenizer.apply_chat_template(
         [*messages, turn, {"role": "user", "content": "z"}], tokenize=False
