@@ -104,7 +104,10 @@ class EngineLike(Protocol):
         """Make readable what `source`'s chain holds after `since`, less what is visible."""
 
     def rewind(self, cursor: Any, num_tokens: int) -> Any:
-        """Keep the first `num_tokens` tokens of the chain, drop mounts made later."""
+        """Keep the first `num_tokens` tokens of the chain and drop the mounts after them.
+
+        A mount that took effect just past the last kept token goes too.
+        """
 
     def close(self, cursor: Any) -> None:
         """Release the cursor; pages that others reach stay."""
@@ -126,7 +129,7 @@ class EngineLike(Protocol):
         *,
         until: Collection[int],
     ) -> int:
-        """Queue: feed `tokens`, then sample until a stop id. Returns a ticket."""
+        """Queue: feed `tokens` (none is legal), then sample until a stop id; gives a ticket."""
 
     def step(self) -> list[Finished]:
         """Run one iteration over everything queued and return the turns that ended in it."""
@@ -200,15 +203,21 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
 
-    def __len__(self) -> int: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Added tokens by id, each with `special` and its text as `str`."""
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """Encode text."""
 
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """Decode ids."""
 
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        """Render messages."""
 
-    def convert_tokens_to_ids(self, tokens: Any) -> Any: ...
+    def parse_response(self, response: Any, **kwargs: Any) -> Any:
+        """Parse a sampled turn into a message."""
 
 
 class RewardFn(Protocol):

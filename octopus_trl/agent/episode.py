@@ -1,0 +1,419 @@
+"""One attempt at one question: turns that closed become effects, effects become segments.
+
+Rounds are the logical clock. In a round the calls of every closed turn take effect in (turn,
+thread, call) order against segments closed at its start; only then are forked, mounted and
+rewound cursors fed their tool text. With `deterministic` a round waits until no thread is
+writing, so a trace depends on nothing but the sampled tokens; without it a round is held as soon
+as one turn has closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from octopus_trl.agent.chat import Chat
+from octopus_trl.agent.config import RolloutConfig
+from octopus_trl.agent.effects import awaited_have_ended, plan_turn, run_agenda
+from octopus_trl.agent.pool import PoolCall, ToolPool
+from octopus_trl.agent.recorder import Recorder
+from octopus_trl.agent.thread import Agenda, Status, Thread, draw_seed
+from octopus_trl.agent.tools import Result, ToolCall, ToolSpec, run_corpus_tool
+from octopus_trl.errors import BudgetExceeded, IntegrityError
+from octopus_trl.protocols import EngineLike, Finished, SearchBackend
+from octopus_trl.trace import Trace
+
+LAST_TURN = {
+    "turns": "last turn: your turns are used up; commit now",
+    "tokens": "last turn: your token budget is used up; commit now",
+}
+
+
+class Episode:
+    """The state machine of one episode on any engine.
+
+    Args:
+        identity: `prompt_id`, `rollout`, `seed` and `step`; with thread and turn they seed draws.
+        corpus: gives the backend of this question; called on worker threads.
+        tickets: the runner's table of turns in flight, which this episode writes to.
+    """
+
+    def __init__(
+        self,
+        identity: Mapping[str, Any],
+        example: Mapping[str, Any],
+        *,
+        engine: EngineLike,
+        chat: Chat,
+        tools: tuple[ToolSpec, ...],
+        corpus: Callable[[], SearchBackend],
+        pool: ToolPool,
+        config: RolloutConfig,
+        tickets: dict[int, tuple[Episode, Thread]],
+    ) -> None:
+        self.identity = dict(identity)
+        self.id = "{prompt_id}-s{seed}-t{step}-r{rollout}".format(**identity)
+        self.example = example
+        self.config = config
+        self.threads: dict[int, Thread] = {}
+        self.recorder = Recorder()
+        self.events: list[dict[str, Any]] = []
+        self.done = False
+        self.round = 0
+        self._engine, self._chat, self._corpus, self._pool = engine, chat, corpus, pool
+        self._tool_names = tuple(tool.name for tool in tools)
+        self._tickets = tickets
+        self._began = time.monotonic()
+        self._policy_version = engine.policy_version
+
+    # ---- what the runner calls
+
+    def start(self) -> None:
+        """Open the root on its prompt and let it write."""
+        root = self._add_thread(None, "")
+        prompt = self._chat.prompt(self.example)
+        root.append(self.recorder.add(0, None, "prompt", prompt, time_s=self._time()), len(prompt))
+        root.take_snapshot(closed=False, thinking=self._chat.opens_thinking)
+        self._attempt(root, self._open, prompt)
+        self._settle()
+
+    def turn_ended(self, thread: Thread, finished: Finished) -> None:
+        """Take a turn that the engine finished and start the tools that it calls."""
+        thread.ticket = None
+        thread.finished = finished
+        if finished.reason == "error":
+            thread.agenda = Agenda()
+            return
+        thread.read = self._chat.read_turn(finished.tokens)
+        thread.agenda = plan_turn(
+            thread.read,
+            offered=self._tool_names,
+            disabled=self.config.disabled_tools,
+            last_turn=thread.last_turn,
+            launch=self._launch,
+        )
+
+    def advance(self) -> None:
+        """Hold every round that can be held now."""
+        while not self.done and (closed := self._next_round()) is not None:
+            self._hold_round(closed)
+            self._settle()
+
+    def abort(self, error: BaseException) -> None:
+        """End the episode because something outside its threads failed."""
+        root = self.threads.get(0)
+        if root is not None and not root.ended:
+            self.end(root, "failed", reason=f"{type(error).__name__}: {error}")
+        self._settle()
+
+    def trace(self) -> Trace:
+        """Give the record; complete once `done`."""
+        root = self.threads[0]
+        meta = {
+            **self.identity,
+            "question": self.example.get("question"),
+            "result": root.result,
+            "rounds": self.round,
+            "clock": "rounds" if self.config.deterministic else "seconds",
+        }
+        return Trace(
+            episode_id=self.id,
+            prompt_id=str(self.identity["prompt_id"]),
+            policy_version=self._policy_version,
+            truncated=root.status != "committed",
+            threads=[thread.record() for thread in self.threads.values()],
+            segments=self.recorder.segments,
+            events=self.events,
+            meta=meta,
+            exchange=self.config.exchange,
+            position=self.config.position,
+        )
+
+    # ---- what effects call
+
+    def note(self, kind: str, thread: Thread, **facts: Any) -> None:
+        """Put an event on the record."""
+        event = {"type": kind, "round": self.round, "thread": thread.id, **facts}
+        if not self.config.deterministic:
+            event["time_s"] = self._time()
+        self.events.append(event)
+
+    def clock(self) -> float:
+        """Give seconds since the episode began."""
+        return time.monotonic() - self._began
+
+    def end(self, thread: Thread, status: Status, **facts: Any) -> None:
+        """Let a thread write no more."""
+        thread.status = status
+        thread.waiting_for = frozenset()
+        self.note("end", thread, status=status, **facts)
+
+    def new_thread(self, parent: Thread, task: str) -> Thread:
+        """Fork a child at the end of its parent's last turn; copies nothing."""
+        cursor = self._engine.fork(parent.fork_cursor or parent.cursor)
+        child = self._add_thread(parent, task)
+        child.cursor = cursor
+        child.base_segment = child.head = parent.head
+        child.base_tokens = child.num_tokens = parent.num_tokens
+        if not self.config.deterministic:
+            child.origin = self._engine.fork(cursor)
+        text = (
+            f"you are thread {child.id}; task: {task}; budget {self.config.window} tokens, "
+            f"{self.config.max_turns} turns"
+        )
+        child.agenda = Agenda([], [], {}, results=[Result(text)])
+        self.note("fork", parent, child=child.id, segment=parent.head)
+        return child
+
+    # ---- rounds
+
+    def _next_round(self) -> list[Thread] | None:
+        """List the threads whose turns take effect now, or None where there is nothing to do."""
+        running = [thread for thread in self.threads.values() if thread.status == "running"]
+        ready = [thread for thread in running if thread.ready]
+        if self.config.deterministic and len(ready) < len(running):
+            return None
+        if not ready and not any(self._may_go_on(thread) for thread in self.threads.values()):
+            return None
+        return sorted(ready, key=lambda thread: (thread.num_turns, thread.id))
+
+    def _may_go_on(self, thread: Thread) -> bool:
+        if thread.status != "waiting":
+            return False
+        if awaited_have_ended(self, thread):
+            return True
+        waited = self.clock() - thread.waiting_since
+        return not self.config.deterministic and waited > self.config.wait_timeout_s
+
+    def _hold_round(self, closed: list[Thread]) -> None:
+        self.round += 1
+        for thread in closed:
+            self._record_action(thread)
+        spoken: list[Thread] = []
+        for thread in closed:
+            if self._take_effect(thread):
+                spoken.append(thread)
+        woken = True
+        while woken and not self.threads[0].ended:
+            woken = False
+            sleeping = [thread for thread in self.threads.values() if thread.status == "waiting"]
+            for thread in sorted(sleeping, key=lambda thread: (thread.num_turns, thread.id)):
+                if self._may_go_on(thread):
+                    thread.status = "running"
+                    woken = True
+                    if self._take_effect(thread):
+                        spoken.append(thread)
+        if self.threads[0].ended:
+            return
+        # A child's first text is due in the round that forked it.
+        spoken += [
+            thread
+            for thread in self.threads.values()
+            if thread.num_turns == 0 and thread.agenda is not None and thread not in spoken
+        ]
+        self._feed(sorted(spoken, key=lambda thread: (thread.num_turns, thread.id)))
+
+    def _take_effect(self, thread: Thread) -> bool:
+        agenda = thread.agenda
+        if agenda is None or thread.ended or self.threads[0].ended:
+            return False
+        ended = run_agenda(self, thread, agenda)
+        if not ended and not thread.ended:  # it waits
+            return False
+        self.note(
+            "turn",
+            thread,
+            turn=thread.turn,
+            segment=thread.head,
+            calls=[list(pair) for pair in zip(agenda.names, agenda.outcomes)],
+        )
+        if thread.ended:
+            return False
+        if thread.last_turn is not None and (
+            agenda.rewind_to is None or thread.last_turn == "turns"
+        ):
+            self.end(thread, "cut", reason=thread.last_turn)
+            return False
+        return True
+
+    def _feed(self, spoken: list[Thread]) -> None:
+        """Carry the round out on the engine: mounts first, of what stood at its start."""
+        for thread in self.threads.values():
+            if not thread.ended and thread.agenda is not None and thread.agenda.sources:
+                self._attempt(thread, self._mount, thread, thread.agenda)
+        # Every mount is done before any source goes back or goes on.
+        for step in (self._rewind, self._reply):
+            for thread in spoken:
+                if not thread.ended:
+                    self._attempt(thread, step, thread)
+
+    def _mount(self, thread: Thread, agenda: Agenda) -> None:
+        later = agenda.calls[agenda.at + 1 :]
+        if thread.status == "waiting" and thread.fork_cursor is None:
+            if any(isinstance(call, ToolCall) and call.name == "fork" for call in later):
+                # What this turn forks after its wait must not see what it has mounted by now.
+                thread.fork_cursor = self._engine.fork(thread.cursor)
+        for source in agenda.sources.values():
+            if self.config.deterministic:
+                self._engine.mount(thread.cursor, source.cursor)
+            else:
+                self._engine.mount(thread.cursor, source.boundary, source.origin)
+        agenda.sources.clear()
+
+    def _rewind(self, thread: Thread) -> None:
+        agenda = thread.agenda
+        assert agenda is not None, "a thread that has spoken has an agenda"
+        if agenda.rewind_to is None:
+            return
+        thread.go_back(agenda.rewind_to)
+        self._engine.rewind(thread.cursor, thread.num_tokens)
+        self._keep_boundary(thread)
+
+    def _reply(self, thread: Thread) -> None:
+        """Feed the results of a turn, with a warning where the next turn is the last."""
+        agenda = thread.agenda
+        assert agenda is not None, "a thread that has spoken has an agenda"
+        closed, thinking = True, False
+        if thread.snapshots:
+            closed, thinking = thread.snapshots[-1].closed, thread.snapshots[-1].thinking
+        make = partial(self._chat.tool_ids, closed=closed, thinking=thinking)
+        room = self.config.window - thread.num_own
+        tokens = make(agenda.results)
+        thread.last_turn = None
+        if thread.num_turns + 1 >= self.config.max_turns:
+            thread.last_turn = "turns"
+        elif room - len(tokens) <= self.config.reserve:
+            thread.last_turn = "tokens"
+        if thread.last_turn is not None:
+            warning = Result(LAST_TURN[thread.last_turn])
+            room -= self.config.reserve // 2
+            tokens = make([*agenda.results, warning], room=room)
+            if len(tokens) > room:  # so many results that their frames alone fill it
+                tokens = make([warning])
+        self._submit(thread, tokens)
+        segment = self.recorder.add(
+            thread.id,
+            thread.head,
+            "tool",
+            tokens,
+            mounts=sorted(agenda.mounts),
+            time_s=self._time(),
+        )
+        thread.append(segment, len(tokens))
+        if not thread.snapshots:
+            thread.take_snapshot(closed=False, thinking=self._chat.opens_thinking)
+        thread.agenda = None
+        self._release(thread, "fork_cursor")
+
+    def _submit(self, thread: Thread, tokens: list[int]) -> None:
+        """Feed tokens and let the thread write its next turn, inside its budget."""
+        room = self.config.window - thread.num_own - len(tokens)
+        if thread.last_turn is None:
+            room -= self.config.reserve
+        if room < 1 or thread.num_turns >= self.config.max_turns:
+            raise BudgetExceeded("turns" if thread.num_turns >= self.config.max_turns else "tokens")
+        sampling = self.config.sampling(
+            seed=draw_seed(self.identity, thread), max_tokens=min(self.config.max_new_tokens, room)
+        )
+        thread.ticket = self._engine.submit(
+            thread.cursor, tokens, sampling, until=self._chat.stop_ids
+        )
+        self._tickets[thread.ticket] = (self, thread)
+
+    # ---- books
+
+    def _open(self, prompt: list[int]) -> None:
+        root = self.threads[0]
+        root.cursor = self._engine.open(prompt)
+        if not self.config.deterministic:
+            root.origin = self._engine.fork(root.cursor)
+        if self.config.max_turns == 1:
+            root.last_turn = "turns"
+        elif self.config.window - len(prompt) <= self.config.reserve:
+            root.last_turn = "tokens"
+        self._submit(root, [])
+
+    def _add_thread(self, parent: Thread | None, task: str) -> Thread:
+        depth = 0 if parent is None else parent.depth + 1
+        thread = Thread(len(self.threads), parent, task, depth)
+        self.threads[thread.id] = thread
+        return thread
+
+    def _launch(self, call: ToolCall) -> PoolCall:
+        work = partial(
+            run_corpus_tool,
+            call,
+            self._corpus,
+            k=self.config.search_k,
+            page_tokens=self.config.page_tokens,
+        )
+        return self._pool.submit(work, self)
+
+    def _record_action(self, thread: Thread) -> None:
+        finished = thread.finished
+        assert finished is not None, "a closed turn has its tokens"
+        thread.finished = None
+        thread.num_turns += 1
+        if finished.tokens:
+            segment = self.recorder.add(
+                thread.id,
+                thread.head,
+                "action",
+                finished.tokens,
+                logps=finished.logps,
+                time_s=self._time(),
+            )
+            thread.append(segment, len(finished.tokens))
+        if finished.reason == "error":
+            self.end(thread, "failed", reason=finished.error)
+        elif thread.read is not None:
+            thread.take_snapshot(closed=thread.read.closed, thinking=thread.read.thinking)
+            self._keep_boundary(thread)
+
+    def _keep_boundary(self, thread: Thread) -> None:
+        """Keep the place of the last closed turn where others read while this thread writes."""
+        if not self.config.deterministic:
+            self._release(thread, "boundary")
+            thread.boundary = self._engine.fork(thread.cursor)
+
+    def _attempt(self, thread: Thread, step: Callable[..., None], *args: Any) -> None:
+        """Carry a step out; what fails ends this thread and no other."""
+        try:
+            step(*args)
+        except BudgetExceeded as error:
+            self.end(thread, "cut", reason=str(error))
+        except IntegrityError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, siblings go on
+            self.end(thread, "failed", reason=f"{type(error).__name__}: {error}")
+
+    def _settle(self) -> None:
+        """Once the root has ended, end the rest and give everything back."""
+        if self.done or not self.threads[0].ended:
+            return
+        for thread in self.threads.values():
+            if thread.ticket is not None:
+                self._tickets.pop(thread.ticket, None)
+                tokens, logps = self._engine.cancel(thread.ticket)
+                thread.finished = Finished(thread.ticket, tokens, logps, "length")
+                thread.ticket, thread.read = None, None
+            if thread.finished is not None:
+                self._record_action(thread)
+            if not thread.ended:
+                self.end(thread, "cut", reason="the root has ended")
+        for thread in self.threads.values():
+            for name in ("fork_cursor", "boundary", "origin", "cursor"):
+                self._release(thread, name)
+        self.done = True
+
+    def _release(self, thread: Thread, name: str) -> None:
+        cursor = getattr(thread, name)
+        if cursor is not None:
+            setattr(thread, name, None)
+            self._engine.close(cursor)
+
+    def _time(self) -> float | None:
+        """Give the time for the record; the logical clock has none."""
+        return None if self.config.deterministic else round(self.clock(), 6)
