@@ -1,7 +1,8 @@
 """Write a seal join world: corpus, questions of both splits and its tokenizer.
 
 `build_world.py data/seal_join` rewrites the files that ship, byte for byte. `--full` makes the
-world of long pages, `--train` and `--test` set the number of questions.
+world of long pages, `--train` and `--test` set the number of questions, `--experts` adds that many
+expert episodes as gzipped traces under `experts/`, kept where they are already there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join import FULL, World, WorldConfig
+from octopus_trl.eval.seal_join_studio import make_shards
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 
 
@@ -25,6 +27,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=1800, help="questions of the training split")
     parser.add_argument("--test", type=int, default=900, help="questions of the test split")
+    parser.add_argument("--experts", type=int, default=0, help="expert episodes to write")
+    parser.add_argument("--processes", type=int, help="of the expert episodes; default: all cores")
     options = parser.parse_args()
     try:
         config = dataclasses.replace(FULL if options.full else WorldConfig(), seed=options.seed)
@@ -35,10 +39,19 @@ def main() -> int:
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (options.folder / f"questions_{split}.jsonl").write_text(text, encoding="utf-8")
         build_tokenizer().save_pretrained(options.folder / "tokenizer")
+        if options.experts:
+            make_shards(
+                options.folder / "experts",
+                options.folder,
+                count=options.experts,
+                seed=options.seed,
+                processes=options.processes,
+            )
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(world.docid)} pages, {options.train} + {options.test} questions: {options.folder}")
+    made = f"{len(world.docid)} pages, {options.train} + {options.test} questions"
+    print(f"{made}, {options.experts} expert episodes: {options.folder}")
     return 0
 
 

@@ -144,6 +144,9 @@ class World:
         self.places = {
             split: [p for p in places if self.split[self.steward[p]] == split] for split in SPLITS
         }
+        self._num_guilds = {
+            split: len({self.steward[p] for p in self.places[split]}) for split in SPLITS
+        }
         # The edition whose page says its guild's name once more ranks first.
         stale = set(draw.sample(guilds, round(config.stale_first * len(guilds))))
         self.first_edition = {g: 1 if g in stale else 2 for g in guilds}
@@ -174,7 +177,7 @@ class World:
         """
         if split not in SPLITS or arm not in ARMS:
             raise ConfigError(f"split={split!r}, arm={arm!r}: must be of {SPLITS} and {ARMS}")
-        if not 1 <= branches <= len({self.steward[p] for p in self.places[split]}):
+        if not 1 <= branches <= self._num_guilds[split]:
             raise ConfigError(f"branches={branches!r}: must lie in 1..guilds of split {split}")
         identifier = f"{split}-{arm}-b{branches}-{index:05d}"
         draw = self._draw(identifier)

@@ -138,6 +138,8 @@ def make_shards(
         # Fresh interpreters: a fork would copy the locks of a process that runs threads.
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
             pool.map(write, todo, chunksize=1)
+            pool.close()  # workers end by themselves: a terminated one leaks its locks
+            pool.join()
     else:
         for job in todo:
             write(job)
@@ -176,6 +178,7 @@ def _write_shard(job: tuple[Path, int, tuple[int, int]], *, world: str, draw: di
             for _ in range(size):
                 record = _studios[world].draw(rng, **draw).to_dict()
                 stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        Path(scratch).chmod(0o644)
         os.replace(scratch, path)
     except BaseException:
         Path(scratch).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from octopus_trl.agent.corpus import read_questions
 from octopus_trl.errors import ConfigError, ToolError
@@ -257,6 +258,15 @@ def test_the_vocabulary_fits_1024_and_ids_have_no_gap(tokenizer: Any) -> None:
     assert sorted(tokenizer.get_vocab().values()) == list(range(len(tokenizer)))
     assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_the_shipped_tokenizer_loads_as_the_built_one(tokenizer: Any) -> None:
+    shipped = AutoTokenizer.from_pretrained(SHIPPED / "tokenizer")
+    text = (SHIPPED / "corpus.jsonl").read_text()[:20_000] + SYSTEM_PROMPT + "".join(TAGS)
+    assert shipped.encode(text) == tokenizer.encode(text)
+    assert shipped.decode(shipped.encode(text)) == text
+    assert shipped.chat_template == tokenizer.chat_template
+    assert (shipped.eos_token, shipped.pad_token) == (tokenizer.eos_token, tokenizer.pad_token)
 
 
 def test_words_symbols_and_tags_are_one_token_each(tokenizer: Any) -> None:
