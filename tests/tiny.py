@@ -263,13 +263,17 @@ def _filled(cls: Any, config: Any, seed: int) -> Any:
             elif name.endswith("dt_bias"):
                 normal(parameter, 0.5)
             elif "norm" in name:
+                if name == "model.norm.weight" and config.tie_word_embeddings:
+                    parameter.sub_(0.8)  # wide embeddings would make the logits too sharp
                 parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=draws))
             elif "conv1d" in name:
                 normal(parameter, 0.5)
-            elif "embed_tokens" in name or "lm_head" in name:
-                normal(parameter, 0.15)
+            elif "embed_tokens" in name:
+                normal(parameter, 0.8)
+            elif "lm_head" in name:
+                normal(parameter, 0.18)
             else:
-                normal(parameter, 1.0 * parameter.shape[-1] ** -0.5)
+                normal(parameter, 0.7 * parameter.shape[-1] ** -0.5)
     return model
 
 

@@ -7,6 +7,7 @@ go level by level over branch points; gradients flow back through both hand-over
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,18 +76,22 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
     tokens: list[Sequence[int]] = []
     starts: list[int] = []
     node_of: list[list[int]] = []
-    shared: dict[tuple[int | None, int, tuple[int, ...]], int] = {}
+    shared: dict[tuple[int | None, int, tuple[int, ...], int], int] = {}
     total = 0
     for trace in traces:
         _refuse(trace)
         nodes: list[int] = []
+        # Twins within one trace stay two segments: one may read the other through a mount.
+        twins: Counter[tuple[int | None, int, tuple[int, ...]]] = Counter()
         for segment in trace.segments:
             _check_edges(segment, len(nodes))
             parent = None if segment.parent is None else nodes[segment.parent]
             total += len(segment.tokens)
             key = None
             if segment.kind == "prompt" and not segment.mounts:
-                key = (parent, segment.start, tuple(segment.tokens))
+                text = (parent, segment.start, tuple(segment.tokens))
+                key = (*text, twins[text])
+                twins[text] += 1
                 if key in shared:
                     nodes.append(shared[key])
                     continue
@@ -254,6 +259,8 @@ def _check_edges(segment: Any, index: int) -> None:
 
 
 def _refuse(trace: Trace) -> None:
+    if not trace.segments:
+        raise TraceError(f"trace {trace.episode_id}: got 0 segments, must be at least 1")
     if trace.exchange == "splice" or trace.position in ("rerotate", "reencode"):
         raise ConfigError(
             f"trace {trace.episode_id}: exchange={trace.exchange!r}, position={trace.position!r}: "

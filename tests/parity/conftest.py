@@ -1,0 +1,62 @@
+"""Backbones of the parity tests: each as a stock model and as a prepared copy of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+
+from octopus_trl import prepare_model
+from tests.tiny import tiny_dense, tiny_hybrid
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A stock model, its prepared copy, and the layers that mounts reach (None: all attention)."""
+
+    stock: Any
+    ours: Any
+    mount_layers: tuple[int, ...] | None
+
+
+BACKBONES: dict[str, tuple[Callable[[], Any], tuple[int, ...] | None]] = {
+    "hybrid": (lambda: tiny_hybrid(0), None),
+    "hybrid8": (lambda: tiny_hybrid(1, layers=8, tie=True), None),
+    "hybrid8-one-layer": (lambda: tiny_hybrid(2, layers=8), (7,)),
+    "dense": (lambda: tiny_dense(0), (1, 2)),
+    "dense-tied": (lambda: tiny_dense(1, tie=True), (3,)),
+}
+
+
+@cache
+def pair(name: str) -> Pair:
+    """Build a backbone once a process; its weights are not to be changed."""
+    build, layers = BACKBONES[name]
+    stock = build()
+    ours = copy.deepcopy(stock)
+    if layers is None:
+        prepare_model(ours)
+    else:
+        prepare_model(ours, mount_layers=layers)
+    for model in (stock, ours):
+        model.requires_grad_(False)
+    return Pair(stock, ours, layers)
+
+
+@pytest.fixture(params=list(BACKBONES))
+def backbone(request: pytest.FixtureRequest) -> Pair:
+    return pair(request.param)
+
+
+@pytest.fixture
+def hybrid() -> Pair:
+    return pair("hybrid")
+
+
+@pytest.fixture
+def dense() -> Pair:
+    return pair("dense")
