@@ -225,9 +225,13 @@ def _keys(x: Tensor, queries: Tensor) -> Tensor:
     return x.transpose(0, 1).expand(len(queries), -1, -1, -1)
 
 
+def _has_fused_kernel(q: Tensor) -> bool:
+    return q.device.type == "cpu"
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Attend in [G, KV, n, D] to [G, KV, L, D]; return out and log-sum-exp [G, KV, n]."""
-    if q.device.type == "cpu":
+    if _has_fused_kernel(q):
         # F.scaled_dot_product_attention's own CPU kernel, called where its log-sum-exp is kept.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
@@ -248,7 +252,7 @@ def _attend_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `_attend`, for a log-sum-exp that may cover more keys than k."""
-    if q.device.type == "cpu":
+    if _has_fused_kernel(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, lse, 0.0, causal, scale=scale
         )

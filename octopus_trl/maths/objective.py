@@ -43,8 +43,8 @@ def group_advantages(rewards: Tensor, *, group_size: int) -> Tensor:
     """
     if group_size < 2 or rewards.numel() % group_size:
         raise ConfigError(
-            f"group_size={group_size} with {rewards.numel()} rewards: must be at least 2 and divide "
-            "their number, because an advantage is relative to the other rollouts of its prompt"
+            f"group_size={group_size} with {rewards.numel()} rewards: must be at least 2 and "
+            "divide their number, since an advantage is relative to the other rollouts of a prompt"
         )
     grouped = rewards.double().view(-1, group_size)
     valid = ~grouped.isnan()
@@ -139,8 +139,8 @@ def tree_loss(
 ) -> Tensor:
     """Average token losses within each tree, then over trees (README.md, Eq. 12).
 
-    ``(1 / num_trees) sum_i (1 / Z_i) sum_{t in tree i} per_token[t]``. The tokens may be any part of
-    a batch: sums over parts of a batch, whatever the split, add up to the loss of the whole.
+    ``(1 / num_trees) sum_i (1 / Z_i) sum_{t in tree i} per_token[t]``. The tokens may be any
+    part of a batch: the values of its parts, whatever the split, add up to the value of the whole.
 
     Args:
         per_token: [M] losses of owned tokens.
