@@ -1,0 +1,210 @@
+"""Cursors over a persistent tree of nodes, and the mounts between its branches (host only).
+
+A node is the run of tokens that one call added; its identity is the boundary at its end. Nodes
+never change once a cursor stands on them, except that one may be cut in two, which puts a new node
+above it and leaves every boundary where it was. Whatever a chain or a mount sees follows from
+parent pointers, so forking, mounting and going back move pointers and touch no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octopus_trl.engine.pages import Range, Slots
+from octopus_trl.errors import ClosedCursor, ConfigError, StaleVersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """Tokens between two boundaries of a chain.
+
+    Attributes:
+        parent: node that this one continues, None for the first of a chain.
+        tokens: own token ids.
+        ranges: where their keys and values lie.
+        start: position of the first own token; the others follow one by one.
+        offset: tokens of the chain before this node.
+        epoch: weights and pools that it was computed with; another epoch may not go on from it.
+        mounts: what became readable just before the first own token.
+        slot: state slot that holds the recurrent state at the end, if any does.
+        hidden: [d] last hidden state at the end, if known.
+        refs: cursors, running turns, prompt entries and children that need this node's chain.
+        mount_refs: mounts that read this node.
+        tails: cursors that stand on its end.
+        pins: snapshots and prompt entries that want its state kept.
+        readers: runs that have yet to read its state.
+    """
+
+    parent: Node | None
+    tokens: list[int]
+    ranges: list[Range]
+    start: int
+    offset: int
+    epoch: int
+    mounts: tuple[Mount, ...] = ()
+    slot: int | None = None
+    hidden: Tensor | None = None
+    refs: int = 0
+    mount_refs: int = 0
+    tails: int = 0
+    pins: int = 0
+    readers: int = 0
+    growing: bool = False
+    cached_slots: Slots | None = None
+
+    @property
+    def end(self) -> int:
+        """Position just past the last own token."""
+        return self.start + len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the chain through this node."""
+        return self.offset + len(self.tokens)
+
+
+@dataclass(eq=False, slots=True)
+class Mount:
+    """A read edge: the nodes from `tail` up to `base`, `base` left out.
+
+    Attributes:
+        base: None for everything from the root on.
+        refs: cursors and nodes that read it.
+    """
+
+    tail: Node
+    base: Node | None
+    refs: int = 0
+
+    def nodes(self) -> Iterator[Node]:
+        """Walk the span, last node first."""
+        node: Node | None = self.tail
+        while node is not None and node is not self.base:
+            yield node
+            node = node.parent
+
+
+def chain(tail: Node | None) -> list[Node]:
+    """List the nodes of a chain, root first."""
+    nodes: list[Node] = []
+    while tail is not None:
+        nodes.append(tail)
+        tail = tail.parent
+    nodes.reverse()
+    return nodes
+
+
+def common(one: Node | None, other: Node | None) -> Node | None:
+    """Give the last boundary that two chains share, None if they share none."""
+    while one is not other:
+        if one is None or other is None:
+            return None
+        if one.num_tokens >= other.num_tokens:
+            one = one.parent
+        else:
+            other = other.parent
+    return one
+
+
+def visible(tail: Node | None, pending: Sequence[Mount]) -> tuple[list[Node], list[Node]]:
+    """List what the next token after a boundary sees.
+
+    Args:
+        pending: mounts made since the boundary.
+    Returns:
+        Nodes of the chain, root first, and mounted nodes that are not on it, in the order they
+        became readable.
+    """
+    own = chain(tail)
+    seen = set(map(id, own))
+    mounted: list[Node] = []
+    for mounts in [*(node.mounts for node in own), pending]:
+        for mount in mounts:
+            new = [node for node in mount.nodes() if id(node) not in seen]
+            seen.update(map(id, new))
+            mounted.extend(reversed(new))
+    return own, mounted
+
+
+@dataclass(eq=False, slots=True)
+class Cursor:
+    """A thread's place in an engine's storage; made by `Engine.open` and `Engine.fork`.
+
+    Pass it to the engine's methods; only the three properties below are for reading.
+    """
+
+    _engine: Any
+    _tail: Node
+    _origin: Node | None
+    _position: int
+    _pending: tuple[Mount, ...] = ()
+    _snapshots: list[Node] = field(default_factory=list)
+    _turn: int | None = None
+    _closed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the cursor's own chain, inherited ones counted, mounted ones not."""
+        return self._tail.num_tokens
+
+    @property
+    def position(self) -> int:
+        """Position that the next token takes."""
+        return self._position
+
+    @property
+    def closed(self) -> bool:
+        """Whether `Engine.close` was called."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"position {self._position}"
+        return f"Cursor({self.num_tokens} tokens, {state})"
+
+
+def check_usable(cursor: Any, engine: Any, epoch: int, *, idle: bool = False) -> Cursor:
+    """Refuse a cursor that `engine` cannot work with now.
+
+    Args:
+        epoch: the engine's present one.
+        idle: refuse one whose turn is running too.
+    Raises:
+        ConfigError: not a cursor of this engine, or busy.
+        ClosedCursor: it was closed.
+        StaleVersion: it was made with other weights, or the pools were given back since.
+    """
+    if not isinstance(cursor, Cursor):
+        raise ConfigError(f"{cursor!r} is no cursor: take one from engine.open or engine.fork")
+    if cursor._engine is not engine:
+        raise ConfigError(f"{cursor!r} belongs to another engine: use it with the one that made it")
+    if cursor._closed:
+        raise ClosedCursor(f"{cursor!r} was closed: fork it before closing to keep its place")
+    if cursor._tail.epoch != epoch:
+        raise StaleVersion(
+            f"{cursor!r} was made before the weights changed or the pools were given back: close "
+            "it and open its tokens again"
+        )
+    if idle and cursor._turn is not None:
+        raise ConfigError(f"{cursor!r} is in turn {cursor._turn}: step until it ends, or cancel it")
+    return cursor
+
+
+def position_after(tail: Node, pending: Sequence[Mount]) -> int:
+    """Place the next token: past the own chain and past everything mounted (paper Eq. 2).
+
+    A node starts past all that it sees, so only mounts made since can lie further.
+    """
+    return max([tail.end, *(mount.tail.end for mount in pending)])
+
+
+def slots_of(nodes: Sequence[Node]) -> Slots:
+    """Concatenate the cached slots of frozen nodes."""
+    parts = [node.cached_slots for node in nodes if node.cached_slots is not None]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)

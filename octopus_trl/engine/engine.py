@@ -1,0 +1,489 @@
+"""The engine: cursors over one pool of pages, turns sampled on many of them at once."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octopus_trl.engine.counters import Counters
+from octopus_trl.engine.cursor import Cursor, Node, check_usable
+from octopus_trl.engine.primitives import Primitives
+from octopus_trl.engine.prompts import PromptCache
+from octopus_trl.engine.runner import Runner
+from octopus_trl.engine.scheduler import Scheduler, Turn
+from octopus_trl.engine.sizes import pool_sizes
+from octopus_trl.engine.tree import Tree
+from octopus_trl.errors import ConfigError
+from octopus_trl.models import spec_of, unwrap
+from octopus_trl.models.paged import PagedMemory
+from octopus_trl.protocols import Finished, SamplingParams
+
+
+class Engine:
+    """Runs a prepared model over shared pages (DESIGN §4).
+
+    Forking, mounting and going back to a snapshot move pointers and touch no tensor. On a CPU in
+    float32, what a cursor computes does not depend on which others run beside it, bit by bit.
+
+    Args:
+        model: a prepared model, PEFT-wrapped or not; run in evaluation mode and put back after.
+        page_size: token slots of a page, at least 1.
+        num_pages: pages of the pool; None takes a share of the free memory.
+        num_states: recurrent states held at once; None takes a share. When they run out the states
+            of snapshots, then of idle cursors, are dropped and built again when needed.
+        device: where the model is; None asks the model.
+        max_snapshots: boundaries whose state a cursor keeps: its fork point and the last others.
+        prefill_chunk: most tokens of one prefill pass.
+        decode_width: rows of every decode pass.
+
+    Raises:
+        ConfigError: a value is outside its range, or the model is not prepared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        page_size: int,
+        num_pages: int | None = None,
+        num_states: int | None = None,
+        device: torch.device | str | None = None,
+        max_snapshots: int = 4,
+        prefill_chunk: int = 512,
+        decode_width: int = 16,
+    ) -> None:
+        spec = spec_of(model)
+        weight = unwrap(model).get_input_embeddings().weight
+        place = weight.device if device is None else torch.device(device)
+        if place.type != weight.device.type:
+            raise ConfigError(f"device={str(place)!r}: the model is on {weight.device}, move it")
+        limits = {
+            "page_size": page_size,
+            "max_snapshots": max_snapshots,
+            "prefill_chunk": prefill_chunk,
+            "decode_width": decode_width,
+        }
+        if num_pages is not None:
+            limits["num_pages"] = num_pages
+        if num_states is not None and spec.is_hybrid:
+            limits["num_states"] = num_states
+        for name, value in limits.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+        sizes = pool_sizes(spec, page_size, weight.dtype, weight.device, num_pages, num_states)
+        self.model, self.spec, self.page_size = model, spec, page_size
+        self.num_pages, self.num_states = sizes
+        self.max_snapshots = max_snapshots
+        self.counters = Counters()
+        self._memory = PagedMemory(
+            spec,
+            page_size=page_size,
+            num_pages=self.num_pages,
+            num_states=self.num_states,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
+        self._tickets = itertools.count()
+        self._policy_version = 0
+        self._epoch = 0
+        self._peaks = (0, 0)
+        self._evicted_states = 0
+        self._finished: list[tuple[Finished, BaseException | None]] = []
+        self._options = {"prefill_chunk": prefill_chunk, "decode_width": decode_width}
+        self._start_empty()
+        self._memory.allocate()
+
+    # Cursors
+
+    def open(self, tokens: Sequence[int]) -> Cursor:
+        """Return a new cursor after `tokens`, sharing what earlier prompts left in the pools.
+
+        Raises:
+            ConfigError: no token, or one outside the vocabulary.
+            PagesExhausted, StatesExhausted: too little room; nothing was changed.
+        """
+        prompt = self._tokens(tokens, at_least=1)
+        with self.counters.timed("open"), self._runner.evaluating():
+            self._check_awake()
+            tail = self._prompts.find(prompt)
+            known = 0 if tail is None else tail.num_tokens
+            lost = self._prompts.num_lost(prompt, known)
+            if tail is not None:
+                self._tree.hold(tail)  # making room must not evict it
+            try:
+                node = self._grow_prompt(tail, prompt)
+                cursor = self._primitives.make(self, node, None)
+                if node is not tail:
+                    self._tree.drop(node)
+            finally:
+                if tail is not None:
+                    self._tree.drop(tail)
+            self.counters.opens += 1
+            self.counters.reused += known
+            self.counters.re_prefilled += lost
+            self.counters.prefilled += len(prompt) - known - lost
+            return cursor
+
+    def fork(self, cursor: Cursor) -> Cursor:
+        """Return a new cursor at the same place; copies nothing."""
+        with self.counters.timed("fork"):
+            self._usable(cursor)
+            self.counters.forks += 1
+            return self._primitives.fork(cursor)
+
+    def extend(self, cursor: Cursor, tokens: Sequence[int]) -> Cursor:
+        """Append `tokens` to the cursor's chain and return it; no token changes nothing.
+
+        Raises:
+            PagesExhausted, StatesExhausted: too little room; nothing was changed.
+        """
+        with self.counters.timed("extend"), self._runner.evaluating():
+            self._usable(cursor, idle=True)
+            self._check_awake()
+            new = self._tokens(tokens)
+            if new:
+                node = self._grow(cursor._tail, new, cursor._pending, cursor._position)
+                self._primitives.advance(cursor, node)
+                self.counters.prefilled += len(new)
+            return cursor
+
+    def mount(self, cursor: Cursor, source: Cursor, since: Cursor | None = None) -> Cursor:
+        """Make readable what `source`'s chain holds after `since`, less what `cursor` sees.
+
+        The reader's next token starts past the span (paper Eq. 2). What `source` itself mounted is
+        not included. A span that holds nothing new changes nothing.
+
+        Args:
+            since: a cursor on the same chain, or on one that left it: then what follows their last
+                common boundary. None: after the point where `source` was forked.
+        """
+        with self.counters.timed("mount"):
+            self._usable(cursor, idle=True)
+            self._usable(source)
+            if since is not None:
+                self._usable(since)
+            if self._primitives.mount(cursor, source, since):
+                self.counters.mounts += 1
+            return cursor
+
+    def rewind(self, cursor: Cursor, num_tokens: int) -> Cursor:
+        """Keep the first `num_tokens` tokens of the chain, drop mounts made later.
+
+        Raises:
+            ConfigError: `num_tokens` is not in 1..cursor.num_tokens.
+            StatesExhausted: the state must be rebuilt and no slot is free; nothing was changed.
+        """
+        with self.counters.timed("rewind"):
+            self._usable(cursor, idle=True)
+            length = cursor.num_tokens
+            if not isinstance(num_tokens, int) or not 0 < num_tokens <= length:
+                raise ConfigError(f"num_tokens={num_tokens!r}: must be an integer in 1..{length}")
+            node = self._tree.locate(cursor._tail, num_tokens)
+            if self.spec.is_hybrid and node.slot is None:
+                self._check_awake()
+                with self._runner.evaluating():
+                    self._runner.ensure_state(node)
+            self._primitives.rewind(cursor, node)
+            self.counters.rewinds += 1
+            return cursor
+
+    def close(self, cursor: Cursor) -> None:
+        """Release the cursor, its turn cancelled; pages that others reach stay."""
+        if not isinstance(cursor, Cursor) or cursor._engine is not self:
+            raise ConfigError(f"{cursor!r} is no cursor of this engine")
+        if cursor._closed:
+            return
+        if cursor._turn is not None:
+            self.cancel(cursor._turn)
+        if id(cursor) in self._primitives.cursors:
+            self._primitives.close(cursor)
+        cursor._closed = True
+
+    def logits(self, cursor: Cursor) -> Tensor:
+        """Return the next token's logits [vocab], float32; a mount changes them only after the next
+        `extend`.
+        """
+        self._usable(cursor)
+        self._check_awake()
+        with self._runner.evaluating():
+            hidden = self._runner.ensure_hidden(cursor._tail)
+            return self._runner.logits(hidden[None])[0]
+
+    # Turns
+
+    def generate(
+        self,
+        cursors: Sequence[Cursor],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        until: Collection[int],
+    ) -> list[tuple[list[int], list[float]]]:
+        """Sample one turn on each cursor and return `(tokens, logps)` in their order.
+
+        Args:
+            sampling: one for all, or one a cursor; the same seed draws the same uniforms.
+            until: stop ids, kept in the output.
+        Raises:
+            OctopusError: what ended a turn early, after all others ran to their ends.
+        """
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(cursors)
+        if len(sampling) != len(cursors):
+            raise ConfigError(f"{len(sampling)} sampling settings for {len(cursors)} cursors")
+        if len(set(map(id, cursors))) != len(cursors):
+            raise ConfigError(
+                "a cursor is listed twice: fork it to sample two turns from one place"
+            )
+        for cursor in cursors:
+            self._usable(cursor, idle=True)
+        tickets = [
+            self.submit(cursor, [], params, until=until)
+            for cursor, params in zip(cursors, sampling, strict=True)
+        ]
+        done: dict[int, tuple[Finished, BaseException | None]] = {}
+        mine = set(tickets)
+        while len(done) < len(mine):
+            for ended in self._step():
+                if ended[0].ticket in mine:
+                    done[ended[0].ticket] = ended
+                else:
+                    self._finished.append(ended)
+        for ticket in tickets:
+            error = done[ticket][1]
+            if error is not None:
+                raise error
+        return [(done[ticket][0].tokens, done[ticket][0].logps) for ticket in tickets]
+
+    def submit(
+        self,
+        cursor: Cursor,
+        tokens: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        until: Collection[int],
+    ) -> int:
+        """Queue: feed `tokens`, then sample until a stop id. Returns a ticket.
+
+        When the turn ends its cursor has grown by `tokens` and all that was drawn, the stop token
+        included; a turn that fails before its first draw leaves the cursor as it was.
+        """
+        self._usable(cursor, idle=True)
+        self._check_awake()
+        given = self._tokens(tokens)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        turn = Turn(next(self._tickets), cursor, given, sampling, frozenset(until), seed)
+        self._scheduler.submit(turn)
+        return turn.ticket
+
+    def step(self) -> list[Finished]:
+        """Run one iteration over everything queued and return the turns that ended in it."""
+        ended, self._finished = self._finished, []
+        return [finished for finished, _ in [*ended, *self._step()]]
+
+    def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
+        """Take a queued or running turn out and return what it had sampled.
+
+        The cursor ends after exactly that; if nothing was sampled it is as before `submit`.
+
+        Raises:
+            ConfigError: no such turn is queued or running.
+        """
+        turn = self._scheduler.cancel(ticket)
+        if turn is None:
+            raise ConfigError(f"ticket={ticket!r}: no turn of that number is queued or running")
+        return turn.tokens, turn.logps
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a submitted turn has not been returned by `step`."""
+        return self._scheduler.has_work or bool(self._finished)
+
+    # Pools and weights
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer step of the weights that the engine runs."""
+        return self._policy_version
+
+    def set_policy_version(self, version: int) -> None:
+        """Say that the weights changed: cursors and prompts of before become stale.
+
+        Raises:
+            ConfigError: the version is below the present one.
+        """
+        if not isinstance(version, int) or version < self._policy_version:
+            raise ConfigError(
+                f"policy_version={version!r}: must be an integer of at least {self._policy_version}"
+            )
+        if version != self._policy_version:
+            self._policy_version = version
+            self._epoch += 1
+            self._prompts.clear()
+            self._runner.forget_modules()
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that no cursor holds; those of cached prompts count, they are evicted on demand."""
+        return self._tree.pages.num_free + self._prompts.num_evictable_pages()
+
+    def sleep(self) -> None:
+        """Give the pools' memory back; cursors that are still open become stale.
+
+        Raises:
+            ConfigError: turns are queued or running.
+        """
+        if self._scheduler.has_work:
+            raise ConfigError("turns are running: step until they end, or cancel them, then sleep")
+        with self.counters.timed("sleep"):
+            self._epoch += 1
+            self._start_empty()
+            self._memory.release()
+
+    def wake(self) -> None:
+        """Take the pools' memory again; the same sizes as before."""
+        with self.counters.timed("wake"):
+            if not self._memory.allocated:
+                self._memory.allocate()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of everything since the engine was made.
+
+        `pages` are held by cursors, `cached_pages` by prompts alone; `peak_pages` counts both.
+        Seconds overlap: `open`, `extend` and `step` contain what they run.
+        """
+        counters, tree = self.counters, self._tree
+        cached = self._prompts.num_evictable_pages()
+        return {
+            **{name: getattr(counters, name) for name in _COUNTED},
+            "pages": tree.pages.num_held - cached,
+            "cached_pages": cached,
+            "peak_pages": max(self._peaks[0], tree.pages.peak),
+            "slots": tree.states.num_held,
+            "peak_slots": max(self._peaks[1], tree.states.peak),
+            "evicted_states": self._evicted_states + tree.states.evicted,
+            "cursors": len(self._primitives.cursors),
+            "hit_rate": counters.hit_rate,
+            "bytes_copied": dict(counters.bytes_copied),
+            "seconds": dict(counters.seconds),
+        }
+
+    def check_integrity(self) -> None:
+        """Recount every page, slot, node and mount from what cursors, turns and prompts reach.
+
+        Raises:
+            IntegrityError: a count differs.
+        """
+        cursors = list(self._primitives.cursors.values())
+        self._tree.check(
+            tails=[cursor._tail for cursor in cursors],
+            snapshots=[node for cursor in cursors for node in cursor._snapshots],
+            entries=self._prompts.nodes,
+            growing=[growth.node for growth in self._scheduler.growing],
+            pending=[mount for cursor in cursors for mount in cursor._pending],
+        )
+
+    # Inside
+
+    def _start_empty(self) -> None:
+        """Make the host side of empty pools."""
+        if hasattr(self, "_tree"):
+            self._peaks = (
+                max(self._peaks[0], self._tree.pages.peak),
+                max(self._peaks[1], self._tree.states.peak),
+            )
+            self._evicted_states += self._tree.states.evicted
+        self._tree = Tree(self.num_pages, self.page_size, self.num_states)
+        self._prompts = PromptCache(self._tree, any_token=not self.spec.is_hybrid)
+        self._primitives = Primitives(self._tree, self.max_snapshots)
+        self._runner = Runner(
+            self.model,
+            self._memory,
+            self._tree,
+            self.counters,
+            self._prompts.make_room,
+            **self._options,
+        )
+        self._scheduler = Scheduler(self._runner, self._primitives, lambda: self._epoch)
+
+    def _step(self) -> list[tuple[Finished, BaseException | None]]:
+        if not self._scheduler.has_work:
+            return []
+        with self.counters.timed("step"), self._runner.evaluating():
+            return self._scheduler.step()
+
+    def _grow(self, tail: Node | None, tokens: list[int], pending: Any, position: int) -> Node:
+        """Grow one node by all of `tokens`; it is held once."""
+        growth = self._runner.begin(tail, pending, position, self._epoch, num_tokens=len(tokens))
+        chunk = self._runner.prefill_chunk
+        try:
+            for lo in range(0, len(tokens), chunk):
+                self._runner.prefill(growth, tokens[lo : lo + chunk])
+        except BaseException:
+            self._runner.abort(growth)
+            raise
+        return self._runner.finish(growth)
+
+    def _grow_prompt(self, tail: Node | None, prompt: list[int]) -> Node:
+        """Go on from a known prefix of a prompt, chunk by chunk on one grid for all prompts.
+
+        Every chunk's end becomes a boundary that later prompts can start from.
+        """
+        known = 0 if tail is None else tail.num_tokens
+        if known == len(prompt):
+            assert tail is not None
+            self._prompts.keep_if_new(prompt, tail)
+            return tail
+        last = None if tail is None else tail.ranges[-1]
+        self._prompts.make_room(self._tree.pages.needed(last, len(prompt) - known))
+        chunk = self._runner.prefill_chunk
+        node = tail
+        while known < len(prompt):
+            stop = min(len(prompt), (known // chunk + 1) * chunk)
+            position = 0 if node is None else node.end
+            grown = self._grow(node, prompt[known:stop], (), position)
+            self._prompts.keep(prompt[:stop], grown)
+            if node is not None and node is not tail:
+                self._tree.drop(node)
+            node, known = grown, stop
+        assert node is not None
+        return node
+
+    def _usable(self, cursor: Cursor, *, idle: bool = False) -> None:
+        check_usable(cursor, self, self._epoch, idle=idle)
+
+    def _check_awake(self) -> None:
+        if not self._memory.allocated:
+            raise ConfigError("the engine sleeps and holds no memory: call engine.wake() first")
+
+    def _tokens(self, tokens: Sequence[int], *, at_least: int = 0) -> list[int]:
+        ids = [int(token) for token in tokens]
+        if len(ids) < at_least:
+            raise ConfigError(f"{len(ids)} tokens: give at least {at_least}")
+        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
+            raise ConfigError(
+                f"token ids {min(ids)}..{max(ids)}: must lie in 0..{self.spec.vocab_size - 1}; "
+                "encode with the model's own tokenizer"
+            )
+        return ids
+
+
+_COUNTED = (
+    "prefilled",
+    "reused",
+    "re_prefilled",
+    "decoded",
+    "replayed",
+    "decode_steps",
+    "prefill_passes",
+    "turns",
+    "opens",
+    "forks",
+    "mounts",
+    "rewinds",
+)

@@ -1,0 +1,306 @@
+"""Passes of the model over growing nodes: prefill in chunks, decode, replay.
+
+A pass changes the pools only where its own node grew, and a pass that fails takes that growth back,
+so an error leaves every boundary as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from octopus_trl.engine.batch import Growth, Seen, decode_context, prefill_context
+from octopus_trl.engine.counters import Counters
+from octopus_trl.engine.cursor import Mount, Node, visible
+from octopus_trl.engine.pages import Range, Slots
+from octopus_trl.engine.states import ZERO_SLOT
+from octopus_trl.engine.tree import Tree
+from octopus_trl.errors import IntegrityError, StatesExhausted
+from octopus_trl.models import unwrap
+from octopus_trl.models.paged import PagedMemory, run_paged
+
+
+class Runner:
+    """Grows nodes through the model.
+
+    Args:
+        room: called with a number of pages; frees cached prompts until that many are free, or
+            raises `PagesExhausted` before any change.
+        prefill_chunk: most tokens of one prefill pass; a chain's chunk boundaries depend on that
+            chain alone.
+        decode_width: rows of every decode pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        memory: PagedMemory,
+        tree: Tree,
+        counters: Counters,
+        room: Callable[[int], None],
+        *,
+        prefill_chunk: int,
+        decode_width: int,
+    ) -> None:
+        self.model, self.memory, self.tree, self.counters = model, memory, tree, counters
+        self.prefill_chunk, self.decode_width = prefill_chunk, decode_width
+        self._room = room
+        self._hybrid = memory.spec.is_hybrid
+        self._passes = _without_data_parallel(model)
+        self._modules: list[nn.Module] = []
+
+    @property
+    def head(self) -> nn.Module:
+        """Output layer of the model."""
+        return unwrap(self.model).get_output_embeddings()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Switch dropout off and autograd too, and put every module back as it was."""
+        if self.model.training or not self._modules:
+            self._modules = list(self.model.modules())
+        training = [module for module in self._modules if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def forget_modules(self) -> None:
+        """Look the model's modules up again: adapters may have been added or merged."""
+        self._modules = []
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Apply the head to hidden states [R, d]; float32 [R, vocab]."""
+        return self.head(rows).float()
+
+    def begin(
+        self,
+        tail: Node | None,
+        mounts: tuple[Mount, ...],
+        position: int,
+        epoch: int,
+        *,
+        num_tokens: int = 0,
+    ) -> Growth:
+        """Start a node after a boundary, with its state slot and what it sees.
+
+        Args:
+            num_tokens: tokens that are certain to follow; their pages are checked first.
+        Raises:
+            PagesExhausted, StatesExhausted: too little room; nothing was changed.
+        """
+        last = tail.ranges[-1] if tail is not None else None
+        self._room(self.tree.pages.needed(last, num_tokens))
+        if tail is not None and self._hybrid:
+            self.ensure_state(tail)
+        node = self.tree.new(tail, mounts, position, epoch)
+        growth = Growth(node, Seen(*visible(tail, mounts), room=num_tokens + 64))
+        growth.hidden = None if tail is None else tail.hidden
+        if self._hybrid:
+            try:
+                growth.read_slot = self._take_slot(tail, node)
+            except StatesExhausted:
+                self.tree.drop(node)
+                raise
+            growth.source = tail
+            if tail is not None:
+                tail.readers += 1
+        return growth
+
+    def prefill(self, growth: Growth, tokens: Sequence[int]) -> None:
+        """Feed at most `prefill_chunk` tokens to a growing node in one pass."""
+        node, pages = growth.node, self.tree.pages
+        before = self._last(node)
+        self._room(pages.needed(before, len(tokens)))
+        slots = pages.grow(node.ranges, before, len(tokens))
+        context = prefill_context(
+            self.memory,
+            tokens,
+            growth.position,
+            growth.seen,
+            slots=slots,
+            read_slot=growth.read_slot,
+            write_slot=node.slot,
+        )
+        try:
+            hidden = run_paged(self._passes, context)
+        except BaseException:
+            pages.shrink(node.ranges, len(tokens))
+            raise
+        self.counters.prefill_passes += 1
+        self._advance(growth, tokens, slots, hidden[-1])
+
+    def reserve(self, growth: Growth) -> Slots:
+        """Make room for one more token of a growing node; it sees the slot from now on.
+
+        Raises:
+            PagesExhausted: no page is free or cached; nothing was changed.
+        """
+        before = self._last(growth.node)
+        self._room(self.tree.pages.needed(before, 1))
+        slots = self.tree.pages.grow(growth.node.ranges, before, 1)
+        growth.seen.append(slots)
+        return slots
+
+    def decode(
+        self, growths: Sequence[Growth], tokens: Sequence[int], slots: Sequence[Slots]
+    ) -> None:
+        """Feed one token to each of at most `decode_width` growing nodes in one pass.
+
+        Args:
+            slots: what `reserve` gave for each node.
+        """
+        try:
+            context = decode_context(
+                self.memory, growths, tokens, np.concatenate(slots), width=self.decode_width
+            )
+            hidden = run_paged(self._passes, context)
+        except BaseException:
+            for growth in growths:
+                self.tree.pages.shrink(growth.node.ranges, 1)
+                growth.seen.drop(1)
+                # Some layers may have stepped already; the state is built again when it is asked.
+                self.tree.states.release(growth.node)
+            raise
+        self.counters.decode_steps += 1
+        self.counters.decoded += len(growths)
+        for row, (growth, token) in enumerate(zip(growths, tokens, strict=True)):
+            growth.node.tokens.append(token)
+            growth.hidden = hidden[row]
+            self._stepped(growth)
+
+    def finish(self, growth: Growth) -> Node:
+        """End a node's growth: it becomes a boundary that can be stood on."""
+        node = growth.node
+        self._stepped(growth)
+        node.hidden = None if growth.hidden is None else growth.hidden.clone()
+        self.tree.freeze(node)
+        return node
+
+    def abort(self, growth: Growth) -> None:
+        """Take a growing node back with all that it holds."""
+        self._stepped(growth)
+        self.tree.drop(growth.node)
+
+    def ensure_state(self, node: Node) -> None:
+        """Rebuild the state at a boundary from the nearest one above it that has a state.
+
+        Keys and values stay where they are and nothing is written to pages.
+
+        Raises:
+            StatesExhausted: no slot can be had; nothing was changed.
+        """
+        if node.slot is not None:
+            self.tree.states.touch(node)
+            return
+        missing: list[Node] = []
+        source: Node | None = node
+        while source is not None and source.slot is None:
+            missing.append(source)
+            source = source.parent
+        read_slot = self._take_slot(source, node)
+        try:
+            hidden = self._replay(missing, read_slot, node.slot)
+        except BaseException:
+            self.tree.states.release(node)
+            raise
+        if node.hidden is None:
+            node.hidden = hidden.clone()
+
+    def ensure_hidden(self, node: Node) -> Tensor:
+        """Give the last hidden state [d] at a boundary, computing it again where a cut lost it."""
+        if node.hidden is None:
+            if self._hybrid:
+                self.tree.states.release(node)
+                self.ensure_state(node)
+            else:
+                node.hidden = self._replay([node], ZERO_SLOT, None, last_only=True).clone()
+        assert node.hidden is not None
+        return node.hidden
+
+    def _replay(
+        self, missing: list[Node], read_slot: int, write_slot: int | None, last_only: bool = False
+    ) -> Tensor:
+        """Step through frozen nodes again, last one first in `missing`."""
+        hidden: Tensor | None = None
+        for node in reversed(missing):
+            seen = Seen(*visible(node.parent, node.mounts), room=len(node.tokens))
+            assert node.cached_slots is not None
+            lo = len(node.tokens) - 1 if last_only else 0
+            seen.append(node.cached_slots[:lo])
+            while lo < len(node.tokens):
+                hi = min(lo + self.prefill_chunk, len(node.tokens))
+                context = prefill_context(
+                    self.memory,
+                    node.tokens[lo:hi],
+                    node.start + lo,
+                    seen,
+                    slots=None,
+                    read_slot=read_slot,
+                    write_slot=write_slot,
+                )
+                hidden = run_paged(self._passes, context)[-1]
+                self.counters.replayed += hi - lo
+                seen.append(node.cached_slots[lo:hi])
+                lo, read_slot = hi, write_slot or ZERO_SLOT
+        assert hidden is not None
+        return hidden
+
+    def _take_slot(self, source: Node | None, node: Node) -> int:
+        """Give a node its slot and return the slot to read first.
+
+        When the only slot to be had is that of the state that is read, the node takes it over: the
+        pass reads it before it writes.
+        """
+        states = self.tree.states
+        if source is None or source.slot is None:
+            states.take(node)
+            return ZERO_SLOT
+        source.readers += 1
+        try:
+            states.take(node)
+            states.touch(source)
+            return source.slot
+        except StatesExhausted:
+            if source.readers > 1 or source.growing:
+                raise
+            return states.hand_over(source, node)
+        finally:
+            source.readers -= 1
+
+    def _advance(self, growth: Growth, tokens: Sequence[int], slots: Slots, hidden: Tensor) -> None:
+        growth.node.tokens.extend(tokens)
+        growth.seen.append(slots)
+        growth.hidden = hidden
+        self._stepped(growth)
+
+    def _stepped(self, growth: Growth) -> None:
+        """After the first pass the node reads its own state, and its parent's may go."""
+        if growth.node.slot is not None:
+            growth.read_slot = growth.node.slot
+        if growth.source is not None:
+            source, growth.source = growth.source, None
+            source.readers -= 1
+            self.tree.let_state_go(source)
+
+    @staticmethod
+    def _last(node: Node) -> Range | None:
+        """Last range of a node or, before its first token, of its parent."""
+        if node.ranges:
+            return node.ranges[-1]
+        return node.parent.ranges[-1] if node.parent is not None else None
+
+
+def _without_data_parallel(model: nn.Module) -> nn.Module:
+    """Go under DDP and DeepSpeed wrappers, whose forward may wait for other ranks; adapters stay."""
+    while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
+        model = model.module  # type: ignore[assignment]
+    return model

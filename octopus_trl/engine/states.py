@@ -1,0 +1,120 @@
+"""The state pool: slots of recurrent state, each owned by the boundary whose state it holds.
+
+Host integers only. Slot 0 is never owned: it stays zero, and a chain that has no state yet reads
+it. A boundary that loses its slot loses no meaning: the state is computed again from the nearest
+boundary above it that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from octopus_trl.errors import ConfigError, IntegrityError, StatesExhausted
+
+ZERO_SLOT = 0
+
+
+class Owner(Protocol):
+    """A boundary that may hold a slot."""
+
+    slot: int | None
+
+
+class StatePool:
+    """Owners of slots, and which of them to take a slot from when none is free.
+
+    Args:
+        num_slots: slots that can be owned; slot numbers are 1..num_slots.
+        rank: order of eviction of an owner, lowest first; None forbids it. Among equals the slot
+            that was used longest ago goes first.
+    Attributes:
+        peak: most slots owned at once.
+        evicted: owners that lost their slot to another.
+    """
+
+    def __init__(self, num_slots: int, rank: Callable[[Any], int | None]) -> None:
+        if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 0:
+            raise ConfigError(f"num_states={num_slots!r}: must be an integer of at least 0")
+        self.num_slots = num_slots
+        self.peak = 0
+        self.evicted = 0
+        self._rank = rank
+        self._owners: dict[int, Owner] = {}  # in order of use, oldest first
+        self._free: list[int] = list(range(num_slots, 0, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots without an owner."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Slots with an owner."""
+        return len(self._owners)
+
+    def evictable(self) -> int:
+        """Count the owned slots that may be taken from their owner."""
+        return sum(self._rank(owner) is not None for owner in self._owners.values())
+
+    def take(self, owner: Owner) -> int:
+        """Give `owner` a slot, from another owner if none is free.
+
+        Raises:
+            StatesExhausted: every slot is in use right now; nothing was changed.
+        """
+        if not self._free:
+            ranked = [
+                (rank, age, slot)
+                for age, (slot, held) in enumerate(self._owners.items())
+                if (rank := self._rank(held)) is not None
+            ]
+            if not ranked:
+                raise StatesExhausted(1, 0, 0, "finish running turns or raise num_states")
+            self.release(self._owners[min(ranked)[2]])
+            self.evicted += 1
+        slot = self._free.pop()
+        self._owners[slot] = owner
+        owner.slot = slot
+        self.peak = max(self.peak, self.num_held)
+        return slot
+
+    def hand_over(self, owner: Owner, heir: Owner) -> int:
+        """Move a slot to the one reader of its state, which overwrites it in the same pass."""
+        slot = owner.slot
+        if slot is None:
+            raise IntegrityError("a boundary without a slot cannot hand one over")
+        owner.slot = None
+        del self._owners[slot]
+        self._owners[slot] = heir
+        heir.slot = slot
+        self.evicted += 1
+        return slot
+
+    def touch(self, owner: Owner) -> None:
+        """Mark an owner's slot as just used."""
+        if owner.slot is not None:
+            self._owners[owner.slot] = self._owners.pop(owner.slot)
+
+    def release(self, owner: Owner) -> None:
+        """Take an owner's slot back, if it has one."""
+        if owner.slot is not None:
+            del self._owners[owner.slot]
+            self._free.append(owner.slot)
+            owner.slot = None
+
+    def check(self, owners: list[Owner]) -> None:
+        """Recount from all boundaries that exist.
+
+        Raises:
+            IntegrityError: an owner is unknown or doubled, or a slot is neither owned nor free.
+        """
+        held = {owner.slot: owner for owner in owners if owner.slot is not None}
+        if held.keys() != self._owners.keys() or any(
+            self._owners[slot] is not owner for slot, owner in held.items()
+        ):
+            raise IntegrityError(
+                f"state slots {sorted(self._owners)} are owned, boundaries hold {sorted(held)}"
+            )
+        if sorted([*self._free, *self._owners]) != list(range(1, self.num_slots + 1)):
+            raise IntegrityError("a state slot is lost, or free and owned at once")
