@@ -1,0 +1,263 @@
+"""From trees with an advantage to rows of loss: which packed token carries what.
+
+A tree is a trace and its advantage. Only action tokens carry loss, each once; rewound ones keep it
+(DESIGN §2). A row holds whole trees, and the rollouts of one prompt share its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octopus_trl.maths import dag
+from octopus_trl.maths.dag import NO_ROW
+from octopus_trl.models.packed import MountMode, PackedRow, pack
+from octopus_trl.trace import Segment, ThreadRecord, Trace
+
+UNMOUNTED, MOUNTED, REWOUND = 0, 1, 2  # each owned token is one of these
+WHERE = ("unmounted", "mounted", "rewound")
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Tree:
+    """One episode as the loss sees it.
+
+    Attributes:
+        advantage: given to every owned token.
+        old_logps: [Z] of the policy that the ratio divides by; None is the current one.
+        ref_logps: [Z] of the reference, where `beta` is not 0.
+    """
+
+    trace: Trace
+    advantage: float
+    old_logps: Floats | None = None
+    ref_logps: Floats | None = None
+
+
+@dataclass(slots=True)
+class LossRow:
+    """A packed row and its M owned tokens, tree by tree in segment order.
+
+    Attributes:
+        traces: the N trees' traces.
+        rows, targets: [M] rows that predict and the token ids that they predict.
+        tree_of_token: [M] index into the N trees of this row.
+        advantages: [N].
+        num_owned: [N] tokens that carry loss, Z.
+        sampling_logps: [M] as drawn, NaN where the trace has none.
+        old_logps, ref_logps: [M], or None.
+        where: [M] int8, UNMOUNTED, MOUNTED or REWOUND.
+        after_rewind: [M] bool, drawn by a thread that had gone back before.
+    """
+
+    traces: list[Trace]
+    packed: PackedRow
+    rows: npt.NDArray[np.int64]
+    targets: npt.NDArray[np.int64]
+    tree_of_token: npt.NDArray[np.int64]
+    advantages: Floats
+    num_owned: npt.NDArray[np.int64]
+    sampling_logps: Floats
+    old_logps: Floats | None
+    ref_logps: Floats | None
+    where: npt.NDArray[np.int8]
+    after_rewind: npt.NDArray[np.bool_]
+
+    @property
+    def num_trees(self) -> int:
+        """N: whole trees in this row."""
+        return len(self.num_owned)
+
+
+def build_row(trees: Sequence[Tree], *, mounts: MountMode) -> LossRow:
+    """Pack trees into one row and gather what each owned token carries."""
+    packed = pack([tree.trace for tree in trees], mounts=mounts)
+    parts = [_owned_tokens(packed, index, tree.trace) for index, tree in enumerate(trees)]
+    rows, targets, sampled, where, after = (
+        np.concatenate([part[column] for part in parts]) for column in range(5)
+    )
+    num_owned = np.array([len(part[0]) for part in parts], dtype=np.int64)
+    return LossRow(
+        [tree.trace for tree in trees],
+        packed,
+        rows.astype(np.int64),
+        targets.astype(np.int64),
+        np.repeat(np.arange(len(trees)), num_owned),
+        np.array([tree.advantage for tree in trees], dtype=np.float64),
+        num_owned,
+        sampled,
+        _joined([tree.old_logps for tree in trees]),
+        _joined([tree.ref_logps for tree in trees]),
+        where.astype(np.int8),
+        after.astype(bool),
+    )
+
+
+def empty_row() -> LossRow:
+    """Give a row of two tokens that weighs nothing.
+
+    A rank that ran out of rows runs it, so that every rank makes the same number of forward and
+    backward passes; its gradient is exactly 0 for every parameter that a pass touches.
+    """
+    trace = Trace(
+        "empty",
+        "empty",
+        threads=[ThreadRecord(0, None)],
+        segments=[Segment(0, 0, None, "prompt", [0]), Segment(1, 0, 0, "action", [0], start=1)],
+    )
+    row = build_row([Tree(trace, 0.0)], mounts="live")
+    row.num_owned = np.zeros(1, dtype=np.int64)
+    return row
+
+
+def plan_rows(
+    trees: Sequence[Tree], *, max_row_tokens: int, max_path_tokens: int | None
+) -> tuple[list[list[Tree]], list[str]]:
+    """Split trees into rows, in order, and say which fit in none.
+
+    Args:
+        max_row_tokens: unique tokens of a row; the tokens of a shared prompt count once.
+        max_path_tokens: tokens of the longest chain from a root, mounts apart.
+    Returns:
+        The trees of each row, and one message for each tree that was left out.
+    """
+    rows: list[list[Tree]] = []
+    left_out: list[str] = []
+    shared: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    used = 0
+    for tree in trees:
+        trace = tree.trace
+        if not any(segment.kind == "action" for segment in trace.segments):
+            continue
+        path = longest_path(trace)
+        if max_path_tokens is not None and path > max_path_tokens:
+            left_out.append(
+                f"episode {trace.episode_id}: a path of {path} tokens, max_path_tokens is "
+                f"{max_path_tokens}"
+            )
+            continue
+        total = sum(trace.lengths)
+        if total > max_row_tokens:
+            left_out.append(
+                f"episode {trace.episode_id}: {total} unique tokens, max_row_tokens is "
+                f"{max_row_tokens}"
+            )
+            continue
+        new = total - _shared_tokens(trace, shared)
+        if not rows or used + new > max_row_tokens:
+            rows.append([])
+            shared, used = {}, 0
+            _shared_tokens(trace, shared)
+            new = total
+        rows[-1].append(tree)
+        used += new
+    return rows, left_out
+
+
+def longest_path(trace: Trace) -> int:
+    """Count the tokens of the longest chain from a root, mounts apart."""
+    lengths: list[int] = []
+    for segment in trace.segments:
+        above = 0 if segment.parent is None else lengths[segment.parent]
+        lengths.append(above + len(segment.tokens))
+    return max(lengths, default=0)
+
+
+def logical_tokens(trace: Trace) -> int:
+    """Count the tokens that separate rows would hold: leaf chains, each with what it mounted.
+
+    Divided by the unique tokens this is the dedup ratio r of DESIGN §8.
+    """
+    parents, lengths = trace.parents, np.asarray(trace.lengths)
+    tree = dag.ancestor_matrix(parents)
+    mounted = dag.mounted_matrix(parents, trace.mounts) & ~tree
+    leaves = np.flatnonzero(~tree.any(axis=0))
+    seen = (tree | mounted)[leaves].astype(np.int64) @ lengths + lengths[leaves]
+    return int(seen.sum())
+
+
+def rewound_segments(trace: Trace) -> set[int]:
+    """List the segments that their own thread has left by a rewind."""
+    live: dict[int, set[int]] = {}
+    for thread in trace.threads:
+        if thread.head is not None:
+            live[thread.id] = {*dag.ancestors(trace.parents, thread.head), thread.head}
+    return {
+        segment.id
+        for segment in trace.segments
+        if segment.thread in live and segment.id not in live[segment.thread]
+    }
+
+
+def num_rewinds(trace: Trace) -> int:
+    """Count the places where a thread went back and wrote on: later children of one parent."""
+    children: dict[tuple[int | None, int], int] = {}
+    for segment in trace.segments:
+        if segment.parent is not None:
+            place = (segment.parent, segment.thread)
+            children[place] = children.get(place, 0) + 1
+    return sum(count - 1 for count in children.values())
+
+
+def _owned_tokens(packed: PackedRow, index: int, trace: Trace) -> list[npt.NDArray[np.generic]]:
+    """Gather rows, targets, sampling log-probs, place and after-rewind of one tree's tokens."""
+    rewound = rewound_segments(trace)
+    after = _after_rewind(trace)
+    reads = dag.mounted_matrix(trace.parents, trace.mounts).any(axis=1)
+    columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
+    for segment in trace.segments:
+        if segment.kind != "action":
+            continue
+        rows = packed.predictors(index, segment.id)
+        known = rows != NO_ROW
+        count = int(known.sum())
+        logps = segment.logps if segment.logps is not None else [np.nan] * len(segment.tokens)
+        where = MOUNTED if reads[segment.id] else UNMOUNTED
+        columns[0].append(rows[known])
+        columns[1].append(np.asarray(segment.tokens, dtype=np.int64)[known])
+        columns[2].append(np.asarray(logps, dtype=np.float64)[known])
+        columns[3].append(np.full(count, REWOUND if segment.id in rewound else where, np.int8))
+        columns[4].append(np.full(count, segment.id in after, dtype=bool))
+    kinds = (np.int64, np.int64, np.float64, np.int8, np.bool_)
+    return [
+        np.concatenate(parts) if parts else np.empty(0, dtype=kind)
+        for parts, kind in zip(columns, kinds, strict=True)
+    ]
+
+
+def _after_rewind(trace: Trace) -> set[int]:
+    """List the segments that a thread wrote after one of its own rewinds, on that chain."""
+    first_child: dict[tuple[int | None, int], int] = {}
+    after: set[int] = set()
+    for segment in trace.segments:
+        place = (segment.parent, segment.thread)
+        first = first_child.setdefault(place, segment.id)
+        again = segment.parent is not None and first != segment.id
+        if again or segment.parent in after:
+            after.add(segment.id)
+    return after
+
+
+def _shared_tokens(trace: Trace, shared: dict[tuple[int, int, tuple[int, ...]], int]) -> int:
+    """Count the prompt tokens that a row holds already, and note those that it will hold."""
+    node_of: dict[int, int] = {}
+    found = 0
+    for segment in trace.segments:
+        parent = -1 if segment.parent is None else node_of.get(segment.parent, -2)
+        if segment.kind != "prompt" or segment.mounts or parent == -2:
+            continue
+        key = (parent, segment.start, tuple(segment.tokens))
+        if key in shared:
+            found += len(segment.tokens)
+        node_of[segment.id] = shared.setdefault(key, len(shared))
+    return found
+
+
+def _joined(parts: Sequence[Floats | None]) -> Floats | None:
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if known and len(known) == len(parts) else None

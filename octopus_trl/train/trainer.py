@@ -1,0 +1,365 @@
+"""GRPO over tree episodes: generated in process over shared pages, trained in packed rows.
+
+Where TRL pads prompts and completions, a micro-batch here is a list of groups, each the traces of
+one question. TRL shuffles, splits and buffers what `_generate_and_score_completions` returns along
+its first axis, so groups stay whole. `training_step` packs a micro-batch into rows and runs one
+forward and backward pass for each; a rank with fewer rows adds rows of weight 0, so collectives
+match and gradients equal those of one process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+
+from octopus_trl.agent.rollout import EpisodeRunner
+from octopus_trl.errors import ConfigError
+from octopus_trl.models import prepare_model, spec_of
+from octopus_trl.models.packed import run_packed
+from octopus_trl.trace import Trace
+from octopus_trl.train import loss, records
+from octopus_trl.train.config import OctopusGRPOConfig
+from octopus_trl.train.data import EpochSampler, check_questions, questions_per_generation
+from octopus_trl.train.lora import describe_adapter, settle_targets
+from octopus_trl.train.meter import Meter
+from octopus_trl.train.resume import WholeCheckpoints
+from octopus_trl.train.rewards import RewardBook
+from octopus_trl.train.rows import LossRow, Tree, build_row, empty_row, plan_rows
+from octopus_trl.train.weights import PolicyEngine, eval_mode, say
+
+REFUSED_ARGUMENTS = {
+    "rollout_func": "episodes come from EpisodeRunner; give `tools` and set its limits in the "
+    "config",
+    "environment_factory": "threads and their tools are the environment; give `tools`, a search "
+    "backend, and a reward function that reads the `traces` column",
+    "quantization_config": "load the model yourself and pass the instance",
+}
+
+
+class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
+    """`GRPOTrainer` whose samples are episodes of many threads (DESIGN §5).
+
+    Args:
+        model: a `Qwen3_5ForCausalLM` or `Qwen3ForCausalLM`, PEFT-wrapped or not, or where to load
+            one from. Its mixers are installed in place.
+        reward_funcs: TRL reward functions; completions are the roots' commit texts and the
+            column `traces` holds the episodes.
+        args: settings.
+        train_dataset, eval_dataset: rows with `prompt` or `question`; other columns go to the
+            rewards and to `tools`.
+        processing_class: the tokenizer.
+        tools: the corpus behind `search` and `open`, bound to each row where it can be.
+        peft_config: adapter to train; without targets it gets the ten projections of the paper.
+        **kwargs: TRL's other arguments.
+
+    Raises:
+        ConfigError: something is set that this trainer does not run, a data set has no questions,
+            or an adapter's name matches nothing.
+    """
+
+    _tag_names = ["trl", "grpo", "octopus"]  # noqa: RUF012 - TRL's own attribute
+    _name = "Octopus GRPO"
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: OctopusGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        tools: Any = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, instead in REFUSED_ARGUMENTS.items():
+            if kwargs.get(name) is not None:
+                raise ConfigError(f"{name} is not run by OctopusGRPOTrainer: {instead}")
+        if not isinstance(args, OctopusGRPOConfig):
+            raise ConfigError(f"args is a {type(args).__name__}: must be an OctopusGRPOConfig")
+        if isinstance(model, str):
+            processing_class = processing_class or AutoTokenizer.from_pretrained(model)
+            options = {"dtype": "auto", **(args.model_init_kwargs or {})}
+            model = AutoModelForCausalLM.from_pretrained(model, **options)
+            args.model_init_kwargs = None
+        # TRL wraps the model's forward as it finds it, so ours must be in place before.
+        prepare_model(model, mount_layers=args.mount_layers)
+        if peft_config is not None:
+            peft_config = settle_targets(model, peft_config)
+        if args.beta != 0.0 and peft_config is None and not is_peft_model(model):
+            raise ConfigError(
+                f"beta={args.beta} with full fine-tuning would hold a second model: train an "
+                "adapter (use_peft: true), whose reference is the model without it, or set beta: 0"
+            )
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = False  # a packed pass touches every parameter
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=check_questions(
+                train_dataset, "train_dataset", at_least=questions_per_generation(args)
+            ),
+            eval_dataset=check_questions(eval_dataset, "eval_dataset"),
+            processing_class=processing_class,
+            peft_config=peft_config,
+            **kwargs,
+        )
+        if self.is_fsdp_enabled:
+            raise ConfigError("FSDP is not run by OctopusGRPOTrainer: use accelerate_configs/zero3")
+        self._corpus = tools
+        self._spec = spec_of(self.model)
+        self._policy = PolicyEngine(args, self.accelerator, lambda: self.model_wrapped)
+        self._runners: dict[str, EpisodeRunner] = {}
+        self._meters = {mode: Meter(loss.MEANS, loss.PEAKS) for mode in ("train", "eval")}
+        self._loss_settings = loss.LossSettings(
+            beta=args.beta,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            weight_cap=args.importance_weight_cap,
+            correct_kl=args.use_bias_correction_kl,
+        )
+        self._train_seconds = 0.0
+        if self.accelerator.is_main_process:
+            say(describe_adapter(self.model))
+
+    # ---- generation: TRL's seam between questions and what the loss reads
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Run the episodes of a generation batch, reward them and centre the rewards.
+
+        Returns:
+            `advantages` [groups, rollouts] first, because TRL splits by it, `groups` of traces,
+            and `old_logps`, `ref_logps` for each trace where the loss needs them.
+        """
+        mode = "train" if self.model.training else "eval"
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        began = time.perf_counter()
+        traces = self._run_episodes(inputs, size, mode)
+        generated = time.perf_counter()
+        advantages = self._reward_episodes(inputs, traces, size, mode)
+        rewarded = time.perf_counter()
+        groups = [traces[at : at + size] for at in range(0, len(traces), size)]
+        batch: dict[str, Any] = {
+            "advantages": advantages.view(-1, size),
+            "groups": groups,
+            "temperature": torch.tensor(self._runners[mode].config.temperature or 1.0),
+        }
+        if mode == "train" and self._updates_outlive_generation:
+            batch["old_logps"] = self._score(batch)
+        if self.beta != 0.0:
+            with self._reference():
+                batch["ref_logps"] = self._score(batch)
+        seconds = {
+            "time/generate_s": generated - began,
+            "time/reward_s": rewarded - generated,
+            "time/score_s": time.perf_counter() - rewarded,
+        }
+        for name, value in seconds.items():
+            self._metrics[mode][name].append(value)
+        return batch
+
+    def _run_episodes(self, inputs: list[dict[str, Any]], size: int, mode: str) -> list[Trace]:
+        """Run `size` episodes of each question; those that ended survive an interruption."""
+        ended: list[Trace] = []
+
+        def on_trace(trace: Trace) -> None:
+            ended.append(trace)
+            for callback in self.callback_handler.callbacks:
+                if hasattr(callback, "on_episode"):
+                    callback.on_episode(len(ended), len(inputs), trace)
+
+        def run(engine: Any) -> list[Trace]:
+            if mode not in self._runners:
+                config = self.args.rollout_config(training=mode == "train")
+                self._runners[mode] = EpisodeRunner(engine, self._tokenizer, self._corpus, config)
+            before = dict(engine.stats())
+            traces = self._runners[mode].run(
+                inputs[::size],
+                group_size=size,
+                seed=self.args.seed + (mode == "eval"),
+                step=self.state.global_step,
+                on_trace=on_trace,
+            )
+            self._measure_generation(traces, before, dict(engine.stats()), mode)
+            return traces
+
+        try:
+            return self._policy.run(self.state.global_step, run)
+        except BaseException:
+            if ended:
+                self._write_traces(ended, f"interrupted_{mode}")
+            raise
+
+    def _measure_generation(
+        self, traces: Sequence[Trace], before: dict[str, Any], after: dict[str, Any], mode: str
+    ) -> None:
+        meter = Meter(records.GENERATION_MEANS, records.GENERATION_PEAKS)
+        records.measure_episodes(meter, traces)
+        records.measure_engine(meter, before, after)
+        for name, value in meter.reduce(self.accelerator).items():
+            self._metrics[mode][name].append(value)
+
+    @property
+    def _updates_outlive_generation(self) -> bool:
+        """Whether a trace is trained on after the weights that drew it have moved."""
+        every = self.args.steps_per_generation * self.num_iterations
+        return bool(self.args.gradient_accumulation_steps % every)
+
+    def _reference(self) -> Any:
+        """Switch to the reference: a frozen copy of a loaded adapter, or no adapter."""
+        from trl.trainer.utils import use_adapter
+
+        model = self.accelerator.unwrap_model(self.model)
+        return use_adapter(model, "ref" if "ref" in model.peft_config else None)
+
+    # ---- rows
+
+    def _trees(self, inputs: dict[str, Any]) -> list[Tree]:
+        trees = []
+        for index, group in enumerate(inputs["groups"]):
+            for rollout, trace in enumerate(group):
+                tree = Tree(trace, float(inputs["advantages"][index, rollout]))
+                for name in ("old_logps", "ref_logps"):
+                    if inputs.get(name) is not None:
+                        setattr(tree, name, inputs[name][index][rollout].numpy())
+                trees.append(tree)
+        return trees
+
+    def _rows(self, trees: Sequence[Tree]) -> list[LossRow]:
+        """Pack trees into rows; every rank gets as many, the last ones empty."""
+        planned, left_out = plan_rows(
+            trees,
+            max_row_tokens=self.args.max_row_tokens,
+            max_path_tokens=self.args.max_path_tokens,
+        )
+        for message in left_out:
+            say(f"left out of the update: {message}")
+        rows = [build_row(part, mounts=self.args.mounts) for part in planned]
+        wanted = max(len(rows), 1)
+        if self.accelerator.num_processes > 1:
+            count = torch.tensor([wanted], device=self.accelerator.device)
+            wanted = int(self.accelerator.gather(count).max())
+        return rows + [empty_row() for _ in range(wanted - len(rows))]
+
+    def _row_logps(self, model: nn.Module, row: LossRow, temperature: float) -> Tensor:
+        return run_packed(
+            model,
+            self._spec,
+            row.packed,
+            row.rows,
+            row.targets,
+            temperature=temperature,
+            detach_mounts=self.args.detach_mounts,
+        )
+
+    def _score(self, batch: dict[str, Any]) -> list[list[Tensor]]:
+        """Score the owned tokens of every trace with the model as it is, without gradient.
+
+        Returns:
+            [Z] float64 on the CPU for each trace of each group; empty where it fits no row.
+        """
+        trees = self._trees(batch)
+        scored: dict[int, Tensor] = {}
+        with eval_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
+            for row in self._rows(trees):
+                # `self.model` is the root that ZeRO-3 has hooked; DDP's wrapper would synchronise.
+                logps = self._row_logps(self.model, row, float(batch["temperature"]))
+                for trace, part in zip(
+                    row.traces, logps.double().cpu().split(row.num_owned.tolist()), strict=True
+                ):
+                    scored[id(trace)] = part
+        empty = torch.empty(0, dtype=torch.float64)
+        return [[scored.get(id(trace), empty) for trace in group] for group in batch["groups"]]
+
+    # ---- the update
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Run one micro-step: a forward and backward pass a row, gradients synchronised once."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        began = time.perf_counter()
+        trees = self._trees(inputs)
+        rows = self._rows(trees)
+        state, sync = self.accelerator.gradient_state, self.accelerator.sync_gradients
+        options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
+        total = torch.zeros((), device=self.args.device)
+        for index, row in enumerate(rows):
+            last = index == len(rows) - 1
+            state._set_sync_gradients(sync and last)
+            alone = last or self.is_deepspeed_enabled
+            with nullcontext() if alone else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    part = self._row_loss(model, row, len(trees), float(inputs["temperature"]))
+                    part = part / self.current_gradient_accumulation_steps
+                self.accelerator.backward(part, **options)
+            total += part.detach()
+        self._step += 1
+        self._train_seconds += time.perf_counter() - began
+        if sync:
+            self._flush("train")
+        return total
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Give the loss of a micro-batch; evaluation calls it, training goes row by row."""
+        trees = self._trees(inputs)
+        temperature = float(inputs["temperature"])
+        parts = [self._row_loss(model, row, len(trees), temperature) for row in self._rows(trees)]
+        if not self.model.training:
+            self._flush("eval")
+        return torch.stack(parts).sum()
+
+    def _row_loss(
+        self, model: nn.Module, row: LossRow, num_trees: int, temperature: float
+    ) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        logps = self._row_logps(model, row, temperature)
+        return loss.row_loss(
+            logps, row, self._loss_settings, num_trees=num_trees, meter=self._meters[mode]
+        )
+
+    def _flush(self, mode: str) -> None:
+        """Hand the figures of an optimizer step over to TRL's log."""
+        meter = self._meters[mode]
+        for name, value in meter.reduce(self.accelerator).items():
+            self._metrics[mode][name].append(value)
+        meter.clear()
+        if mode == "train":
+            self._metrics[mode]["time/train_s"].append(self._train_seconds)
+            self._train_seconds = 0.0
+
+    # ---- data order
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler:
+        """Repeat questions as TRL does, in an order that depends on (seed, epoch) alone."""
+        return EpochSampler(
+            dataset if dataset is not None else self.train_dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=questions_per_generation(self.args),
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed if self.args.data_seed is None else self.args.data_seed,
+            epoch=lambda: int(self.state.epoch or 0),
+        )
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: a run tells only the trackers that its recipe names."""
+
+    def _write_traces(self, traces: list[Trace], name: str) -> Path:
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        return records.write_generation(Path(self.args.output_dir), name, rank, world, traces)
