@@ -167,9 +167,9 @@ def gradients(model: nn.Module, scores: Sequence[Tensor], seed: int = 0) -> dict
 
 
 def weighted(scores: Sequence[Tensor], seed: int = 0) -> Tensor:
-    """Sum all scores with fixed random weights, NaN ones left out."""
+    """Sum all scores with fixed random weights in 0.5..1.5, NaN ones left out."""
     flat = torch.cat(list(scores))
-    weights = torch.randn(len(flat), generator=torch.Generator().manual_seed(seed))
+    weights = 0.5 + torch.rand(len(flat), generator=torch.Generator().manual_seed(seed))
     return (flat * weights)[~flat.isnan()].sum()
 
 

@@ -99,7 +99,7 @@ def with_lora(model: nn.Module, seed: int = 0, rank: int = 3) -> Any:
     with torch.no_grad():
         for name, parameter in sorted(wrapped.named_parameters()):
             if "lora_" in name:
-                parameter.normal_(0.0, 0.2, generator=draws)
+                parameter.normal_(0.0, 0.1, generator=draws)
     return wrapped.eval()
 
 

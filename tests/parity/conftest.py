@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from octopus_trl import prepare_model
 from tests.tiny import tiny_dense, tiny_hybrid
@@ -50,6 +51,18 @@ def pair(name: str) -> Pair:
 @pytest.fixture(params=list(BACKBONES))
 def backbone(request: pytest.FixtureRequest) -> Pair:
     return pair(request.param)
+
+
+@pytest.fixture
+def float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `float32` mean float64 for one test, in the stock modules too.
+
+    The stock mixers cast to float32 by name; where they do not, rounding no longer hides a wrong
+    term: two right implementations then agree to 1e-10.
+    """
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
 
 
 @pytest.fixture
