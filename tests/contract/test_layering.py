@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "protocols": {"errors", "trace"},
     "engine": GROUND | {"maths", "kernels", "models", "protocols"},
     "agent": {"errors", "trace", "protocols"},
-    "eval": {"errors", "trace", "protocols", "agent"},
+    "eval": {"errors", "maths.dag", "trace", "protocols", "agent"},
     "report": {"errors", "trace", "protocols", "eval"},
     "train": GROUND | {"maths", "kernels", "models", "trace", "protocols", "engine", "agent"},
 }

@@ -44,7 +44,6 @@ PARAMETERS = {
     "Engine.wake": ["self"],
     "EpisodeRunner": ["engine", "tokenizer", "tools", "config"],
     "EpisodeRunner.run": ["self", "examples", "*", "group_size", "seed"],
-    "Trace.from_dict": ["data"],
     "Trace.to_dict": ["self"],
     "Trace.linearize": ["self", "segment_id"],
 }
@@ -101,8 +100,13 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_public_signature_is_the_contract(name: str) -> None:
-    assert parameters(resolve(name)) == PARAMETERS[name]
+def test_public_signature_is_the_contract_and_more_only_by_keyword(name: str) -> None:
+    found, agreed = parameters(resolve(name)), PARAMETERS[name]
+    assert found[: len(agreed)] == agreed
+    every = inspect.signature(resolve(name)).parameters  # type: ignore[arg-type]
+    for extra in set(found) - {*agreed, "*"}:
+        assert every[extra].kind is inspect.Parameter.KEYWORD_ONLY, extra
+        assert every[extra].default is not inspect.Parameter.empty, extra
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,13 @@ def parse(recipe: Path, algorithm: str) -> tuple[Any, ...]:
     argv = [SCRIPTS[algorithm], "--config", str(recipe), "--use_cpu", "true"]
     if "tf32" in yaml.safe_load(recipe.read_text()):
         argv += ["--tf32", "false"]
+    main = runpy.run_path(str(ROOT / SCRIPTS[algorithm]))["main"]
     with (
         mock.patch.object(TrlParser, "parse_args_and_config", stop),
         mock.patch.object(sys, "argv", argv),
         mock.patch.dict(os.environ),
         pytest.raises(Accepted) as accepted,
     ):
-        main = runpy.run_path(str(ROOT / SCRIPTS[algorithm]))["main"]
         main()
     return accepted.value.args
 
