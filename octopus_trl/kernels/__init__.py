@@ -21,7 +21,7 @@ from octopus_trl.errors import ConfigError
 _OPERATIONS = {
     "causal_conv": ("conv", True),
     "gated_delta_rule": ("delta_rule", True),
-    "gated_delta_step": ("delta_rule", False),
+    "gated_delta_step": ("delta_rule", True),
     "dag_attention": ("attention", True),
     "masked_attention": ("attention", False),
     "merge_attention": ("attention", False),
