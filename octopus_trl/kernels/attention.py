@@ -39,8 +39,8 @@ def dag_attention(
     """Attend over the DAG of a packed row, as ``maths.attention.dag_attention``.
 
     Args:
-        q: [T, H, D]; k, v: [T, KV, D] of one dtype (float64 takes the reference), T at least the rows of the plan; rows beyond
-            them are padding and give exact zeros.
+        q: [T, H, D]; k, v: [T, KV, D] of one dtype (float64 takes the reference). Rows beyond
+            those of the plan are padding and give exact zeros.
         plan: what each row sees. Its block lists are kept while the same object comes again.
         scale: multiplies the scores.
         detach_mounts: mounted keys and values are read from a detached copy.
