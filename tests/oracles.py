@@ -187,7 +187,7 @@ def _recurrent(mixer: nn.Module, x: Tensor, flat: Flat, leaves: Sequence[int]) -
 
 def _attend(
     base: Any,
-    attention: nn.Module,
+    attention: Any,
     x: Tensor,
     rope: Any,
     tree: Tensor,
@@ -234,7 +234,7 @@ def _detached_attention(
 AttentionInterface.register("oracle_detached", _detached_attention)
 
 
-def _lm(model: nn.Module) -> Any:
+def _lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

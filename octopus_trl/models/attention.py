@@ -36,7 +36,7 @@ def octopus_attention(
         [1, T, heads, head_dim] and no weights (inside a pass).
     """
     if octopus is None:
-        config = module.config.octopus_plain  # type: ignore[union-attr]
+        config: Any = module.config.octopus_plain  # type: ignore[union-attr]
         eager = sys.modules[type(module).__module__].eager_attention_forward
         plain = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
         return plain(
@@ -65,8 +65,11 @@ def install(module: nn.Module, config: Any) -> None:
     Args:
         config: the model's config, consulted live for a plain forward.
     """
-    AttentionInterface.register(NAME, octopus_attention)
     own = copy.copy(config)
     own._attn_implementation = NAME
     own.octopus_plain = config
     module.config = own
+
+
+# On import, so that a model that was pickled in one process runs in another.
+AttentionInterface.register(NAME, octopus_attention)

@@ -47,6 +47,10 @@ class _PassForward:
         hidden: Tensor = outputs.last_hidden_state[0]
         return octopus.finish(hidden, self.lm_head)  # type: ignore[attr-defined]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the stock class: this one exists only in a process that prepared a model."""
+        return _blank, (type(self).__bases__[1],), self.__dict__
+
 
 def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "attention") -> Any:
     """Install the mixers in place and settle the mount set (DESIGN §6).
@@ -76,7 +80,7 @@ def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "atte
             elif isinstance(module, Qwen3_5GatedDeltaNet):
                 module.__class__ = OctopusGatedDeltaNet
         causal_lm.__class__ = _with_pass(type(causal_lm))
-    causal_lm.octopus_spec = spec  # type: ignore[assignment]
+    causal_lm.octopus_spec = spec
     return model
 
 
@@ -118,3 +122,9 @@ def _with_pass(cls: type) -> type:
             {"__module__": cls.__module__, "__qualname__": cls.__qualname__},
         )
     return _CLASSES[cls]
+
+
+def _blank(cls: type) -> Any:
+    """Make an empty prepared model of a stock class, for unpickling."""
+    prepared: Any = _with_pass(cls)
+    return prepared.__new__(prepared)

@@ -37,7 +37,8 @@ def dags(draw: st.DrawFn, max_segments: int = 12) -> Dag:
         mounts.append([])
         known = {*chain(parents, index), *mounted(parents, mounts, index)}
         free = [other for other in range(index) if other not in known]
-        if free and draw(st.booleans()):
+        wanted: bool = draw(st.booleans())
+        if free and wanted:
             mounts[index] = draw(st.lists(st.sampled_from(free), unique=True, max_size=3))
     lengths = [draw(st.integers(1, 5)) for _ in range(num)]
     return parents, mounts, lengths
