@@ -21,7 +21,7 @@ from octopus_trl.agent.tools import (
     canonical,
     wait_text,
 )
-from octopus_trl.errors import OctopusError, ToolError
+from octopus_trl.errors import IntegrityError, OctopusError, ToolError
 
 if TYPE_CHECKING:
     from octopus_trl.agent.episode import Episode
@@ -135,6 +135,8 @@ def _fork(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCall) -> R
         raise ToolError(f"fork refused: {live} children are still live, wait for one to end")
     try:
         child = episode.new_thread(thread, task)
+    except IntegrityError:
+        raise
     except OctopusError as error:
         episode.note("fork_failed", thread, error=str(error))
         raise ToolError("fork failed: no room for another thread") from error
@@ -145,6 +147,8 @@ def _read_thread(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCal
     target = _find(episode, call.arguments["thread_id"])
     if target is thread:
         raise ToolError("read_thread refused: you are this thread")
+    if target.status == "failed":
+        raise ToolError(f"read_thread refused: thread {target.id} failed")
     span = target.closed_span()
     if span:
         seen = episode.recorder.visible(thread.head)
@@ -181,6 +185,7 @@ def _wait_threads(
             thread.waiting_for = frozenset(target.id for target in awaited)
             thread.waiting_since = episode.clock()
             thread.status = "waiting"
+            episode.note("wait", thread, targets=sorted(thread.waiting_for))
             return None
     return Result(wait_text([(target.id, target.status, target.result) for target in awaited]))
 

@@ -14,21 +14,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from octopus_trl.agent import feed
 from octopus_trl.agent.chat import Chat
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.effects import awaited_have_ended, plan_turn, run_agenda
 from octopus_trl.agent.pool import PoolCall, ToolPool
 from octopus_trl.agent.recorder import Recorder
-from octopus_trl.agent.thread import Agenda, Status, Thread, draw_seed
+from octopus_trl.agent.thread import Agenda, Status, Thread
 from octopus_trl.agent.tools import Result, ToolCall, ToolSpec, run_corpus_tool
 from octopus_trl.errors import BudgetExceeded, IntegrityError
 from octopus_trl.protocols import EngineLike, Finished, SearchBackend
 from octopus_trl.trace import Trace
-
-LAST_TURN = {
-    "turns": "last turn: your turns are used up; commit now",
-    "tokens": "last turn: your token budget is used up; commit now",
-}
 
 
 class Episode:
@@ -62,21 +58,19 @@ class Episode:
         self.events: list[dict[str, Any]] = []
         self.done = False
         self.round = 0
-        self._engine, self._chat, self._corpus, self._pool = engine, chat, corpus, pool
+        self.engine, self.chat, self.tickets = engine, chat, tickets
+        self._corpus, self._pool = corpus, pool
         self._tool_names = tuple(tool.name for tool in tools)
-        self._tickets = tickets
         self._began = time.monotonic()
         self._policy_version = engine.policy_version
-
-    # ---- what the runner calls
 
     def start(self) -> None:
         """Open the root on its prompt and let it write."""
         root = self._add_thread(None, "")
-        prompt = self._chat.prompt(self.example)
-        root.append(self.recorder.add(0, None, "prompt", prompt, time_s=self._time()), len(prompt))
-        root.take_snapshot(closed=False, thinking=self._chat.opens_thinking)
-        self._attempt(root, self._open, prompt)
+        prompt = self.chat.prompt(self.example)
+        root.append(self.recorder.add(0, None, "prompt", prompt, time_s=self.time()), len(prompt))
+        root.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
+        self.attempt(root, feed.open_root, self, prompt)
         self._settle()
 
     def turn_ended(self, thread: Thread, finished: Finished) -> None:
@@ -86,7 +80,7 @@ class Episode:
         if finished.reason == "error":
             thread.agenda = Agenda()
             return
-        thread.read = self._chat.read_turn(finished.tokens)
+        thread.read = self.chat.read_turn(finished.tokens)
         thread.agenda = plan_turn(
             thread.read,
             offered=self._tool_names,
@@ -131,13 +125,11 @@ class Episode:
             position=self.config.position,
         )
 
-    # ---- what effects call
-
     def note(self, kind: str, thread: Thread, **facts: Any) -> None:
         """Put an event on the record."""
         event = {"type": kind, "round": self.round, "thread": thread.id, **facts}
         if not self.config.deterministic:
-            event["time_s"] = self._time()
+            event["time_s"] = self.time()
         self.events.append(event)
 
     def clock(self) -> float:
@@ -152,22 +144,18 @@ class Episode:
 
     def new_thread(self, parent: Thread, task: str) -> Thread:
         """Fork a child at the end of its parent's last turn; copies nothing."""
-        cursor = self._engine.fork(parent.fork_cursor or parent.cursor)
+        cursor, origin = feed.fork(self, parent)
         child = self._add_thread(parent, task)
-        child.cursor = cursor
+        child.cursor, child.origin = cursor, origin
         child.base_segment = child.head = parent.head
         child.base_tokens = child.num_tokens = parent.num_tokens
-        if not self.config.deterministic:
-            child.origin = self._engine.fork(cursor)
         text = (
             f"you are thread {child.id}; task: {task}; budget {self.config.window} tokens, "
             f"{self.config.max_turns} turns"
         )
-        child.agenda = Agenda([], [], {}, results=[Result(text)])
+        child.agenda = Agenda(results=[Result(text)])
         self.note("fork", parent, child=child.id, segment=parent.head)
         return child
-
-    # ---- rounds
 
     def _next_round(self) -> list[Thread] | None:
         """List the threads whose turns take effect now, or None where there is nothing to do."""
@@ -209,11 +197,9 @@ class Episode:
             return
         # A child's first text is due in the round that forked it.
         spoken += [
-            thread
-            for thread in self.threads.values()
-            if thread.num_turns == 0 and thread.agenda is not None and thread not in spoken
+            thread for thread in self.threads.values() if not thread.live and not thread.ended
         ]
-        self._feed(sorted(spoken, key=lambda thread: (thread.num_turns, thread.id)))
+        feed.feed_round(self, sorted(spoken, key=lambda thread: (thread.num_turns, thread.id)))
 
     def _take_effect(self, thread: Thread) -> bool:
         agenda = thread.agenda
@@ -237,103 +223,6 @@ class Episode:
             self.end(thread, "cut", reason=thread.last_turn)
             return False
         return True
-
-    def _feed(self, spoken: list[Thread]) -> None:
-        """Carry the round out on the engine: mounts first, of what stood at its start."""
-        for thread in self.threads.values():
-            if not thread.ended and thread.agenda is not None and thread.agenda.sources:
-                self._attempt(thread, self._mount, thread, thread.agenda)
-        # Every mount is done before any source goes back or goes on.
-        for step in (self._rewind, self._reply):
-            for thread in spoken:
-                if not thread.ended:
-                    self._attempt(thread, step, thread)
-
-    def _mount(self, thread: Thread, agenda: Agenda) -> None:
-        later = agenda.calls[agenda.at + 1 :]
-        if thread.status == "waiting" and thread.fork_cursor is None:
-            if any(isinstance(call, ToolCall) and call.name == "fork" for call in later):
-                # What this turn forks after its wait must not see what it has mounted by now.
-                thread.fork_cursor = self._engine.fork(thread.cursor)
-        for source in agenda.sources.values():
-            if self.config.deterministic:
-                self._engine.mount(thread.cursor, source.cursor)
-            else:
-                self._engine.mount(thread.cursor, source.boundary, source.origin)
-        agenda.sources.clear()
-
-    def _rewind(self, thread: Thread) -> None:
-        agenda = thread.agenda
-        assert agenda is not None, "a thread that has spoken has an agenda"
-        if agenda.rewind_to is None:
-            return
-        thread.go_back(agenda.rewind_to)
-        self._engine.rewind(thread.cursor, thread.num_tokens)
-        self._keep_boundary(thread)
-
-    def _reply(self, thread: Thread) -> None:
-        """Feed the results of a turn, with a warning where the next turn is the last."""
-        agenda = thread.agenda
-        assert agenda is not None, "a thread that has spoken has an agenda"
-        closed, thinking = True, False
-        if thread.snapshots:
-            closed, thinking = thread.snapshots[-1].closed, thread.snapshots[-1].thinking
-        make = partial(self._chat.tool_ids, closed=closed, thinking=thinking)
-        room = self.config.window - thread.num_own
-        tokens = make(agenda.results)
-        thread.last_turn = None
-        if thread.num_turns + 1 >= self.config.max_turns:
-            thread.last_turn = "turns"
-        elif room - len(tokens) <= self.config.reserve:
-            thread.last_turn = "tokens"
-        if thread.last_turn is not None:
-            warning = Result(LAST_TURN[thread.last_turn])
-            room -= self.config.reserve // 2
-            tokens = make([*agenda.results, warning], room=room)
-            if len(tokens) > room:  # so many results that their frames alone fill it
-                tokens = make([warning])
-        self._submit(thread, tokens)
-        segment = self.recorder.add(
-            thread.id,
-            thread.head,
-            "tool",
-            tokens,
-            mounts=sorted(agenda.mounts),
-            time_s=self._time(),
-        )
-        thread.append(segment, len(tokens))
-        if not thread.snapshots:
-            thread.take_snapshot(closed=False, thinking=self._chat.opens_thinking)
-        thread.agenda = None
-        self._release(thread, "fork_cursor")
-
-    def _submit(self, thread: Thread, tokens: list[int]) -> None:
-        """Feed tokens and let the thread write its next turn, inside its budget."""
-        room = self.config.window - thread.num_own - len(tokens)
-        if thread.last_turn is None:
-            room -= self.config.reserve
-        if room < 1 or thread.num_turns >= self.config.max_turns:
-            raise BudgetExceeded("turns" if thread.num_turns >= self.config.max_turns else "tokens")
-        sampling = self.config.sampling(
-            seed=draw_seed(self.identity, thread), max_tokens=min(self.config.max_new_tokens, room)
-        )
-        thread.ticket = self._engine.submit(
-            thread.cursor, tokens, sampling, until=self._chat.stop_ids
-        )
-        self._tickets[thread.ticket] = (self, thread)
-
-    # ---- books
-
-    def _open(self, prompt: list[int]) -> None:
-        root = self.threads[0]
-        root.cursor = self._engine.open(prompt)
-        if not self.config.deterministic:
-            root.origin = self._engine.fork(root.cursor)
-        if self.config.max_turns == 1:
-            root.last_turn = "turns"
-        elif self.config.window - len(prompt) <= self.config.reserve:
-            root.last_turn = "tokens"
-        self._submit(root, [])
 
     def _add_thread(self, parent: Thread | None, task: str) -> Thread:
         depth = 0 if parent is None else parent.depth + 1
@@ -363,22 +252,16 @@ class Episode:
                 "action",
                 finished.tokens,
                 logps=finished.logps,
-                time_s=self._time(),
+                time_s=self.time(),
             )
             thread.append(segment, len(finished.tokens))
         if finished.reason == "error":
             self.end(thread, "failed", reason=finished.error)
         elif thread.read is not None:
             thread.take_snapshot(closed=thread.read.closed, thinking=thread.read.thinking)
-            self._keep_boundary(thread)
+            feed.keep_boundary(self, thread)
 
-    def _keep_boundary(self, thread: Thread) -> None:
-        """Keep the place of the last closed turn where others read while this thread writes."""
-        if not self.config.deterministic:
-            self._release(thread, "boundary")
-            thread.boundary = self._engine.fork(thread.cursor)
-
-    def _attempt(self, thread: Thread, step: Callable[..., None], *args: Any) -> None:
+    def attempt(self, thread: Thread, step: Callable[..., None], *args: Any) -> None:
         """Carry a step out; what fails ends this thread and no other."""
         try:
             step(*args)
@@ -395,8 +278,8 @@ class Episode:
             return
         for thread in self.threads.values():
             if thread.ticket is not None:
-                self._tickets.pop(thread.ticket, None)
-                tokens, logps = self._engine.cancel(thread.ticket)
+                self.tickets.pop(thread.ticket, None)
+                tokens, logps = self.engine.cancel(thread.ticket)
                 thread.finished = Finished(thread.ticket, tokens, logps, "length")
                 thread.ticket, thread.read = None, None
             if thread.finished is not None:
@@ -404,16 +287,9 @@ class Episode:
             if not thread.ended:
                 self.end(thread, "cut", reason="the root has ended")
         for thread in self.threads.values():
-            for name in ("fork_cursor", "boundary", "origin", "cursor"):
-                self._release(thread, name)
+            feed.release(self, thread, *feed.CURSORS)
         self.done = True
 
-    def _release(self, thread: Thread, name: str) -> None:
-        cursor = getattr(thread, name)
-        if cursor is not None:
-            setattr(thread, name, None)
-            self._engine.close(cursor)
-
-    def _time(self) -> float | None:
+    def time(self) -> float | None:
         """Give the time for the record; the logical clock has none."""
         return None if self.config.deterministic else round(self.clock(), 6)

@@ -13,7 +13,8 @@ from typing import Any
 
 from octopus_trl.agent.chat import Chat
 from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.agent.episode import LAST_TURN, Episode
+from octopus_trl.agent.episode import Episode
+from octopus_trl.agent.feed import LAST_TURN
 from octopus_trl.agent.pool import ToolPool
 from octopus_trl.agent.thread import Thread
 from octopus_trl.agent.tools import Result, offered

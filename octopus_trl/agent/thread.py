@@ -157,8 +157,10 @@ class Thread:
         )
 
     def closed_span(self) -> list[int]:
-        """List its own live segments that are closed: all but one that is still being fed."""
-        return self.live[:-1] if self.ticket is not None else list(self.live)
+        """List its own live segments through its last closed turn: what others may read."""
+        if self.num_turns == 0:
+            return []
+        return self.live[: self.snapshots[-1].num_live]
 
 
 def waits_on(threads: Mapping[int, Thread], start: Thread, target: Thread) -> bool:

@@ -1,0 +1,160 @@
+"""What a round does on the engine, after every decision of it has been taken.
+
+Order: mounts first, of sources as they stood at the round's start; then rewinds; then tool text
+and the next turn of each thread. Forks were taken at decision time, before any of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from octopus_trl.agent.thread import Agenda, Thread, draw_seed
+from octopus_trl.agent.tools import Result, ToolCall
+from octopus_trl.errors import BudgetExceeded
+
+if TYPE_CHECKING:
+    from octopus_trl.agent.episode import Episode
+
+LAST_TURN = {
+    "turns": "last turn: your turns are used up; commit now",
+    "tokens": "last turn: your token budget is used up; commit now",
+}
+CURSORS = ("fork_cursor", "boundary", "origin", "cursor")
+
+
+def open_root(episode: Episode, prompt: list[int]) -> None:
+    """Open the root on its prompt and let it write."""
+    root, config = episode.threads[0], episode.config
+    root.cursor = episode.engine.open(prompt)
+    if not config.deterministic:
+        root.origin = episode.engine.fork(root.cursor)
+    if config.max_turns == 1:
+        root.last_turn = "turns"
+    elif config.window - len(prompt) <= config.reserve:
+        root.last_turn = "tokens"
+    _submit(episode, root, [])
+
+
+def fork(episode: Episode, parent: Thread) -> tuple[Any, Any]:
+    """Give a child's cursor at the end of its parent's last turn, and its origin.
+
+    What the parent's turn has mounted by now is not on them.
+    """
+    clean = parent.cursor if parent.fork_cursor is None else parent.fork_cursor
+    cursor = episode.engine.fork(clean)
+    if episode.config.deterministic:
+        return cursor, None
+    try:
+        return cursor, episode.engine.fork(cursor)
+    except BaseException:
+        episode.engine.close(cursor)
+        raise
+
+
+def feed_round(episode: Episode, spoken: list[Thread]) -> None:
+    """Mount what was read, rewind, and feed each thread that has spoken its results."""
+    for thread in episode.threads.values():
+        if not thread.ended and thread.agenda is not None and thread.agenda.sources:
+            episode.attempt(thread, _mount, episode, thread, thread.agenda)
+    # Every mount is done before any source goes back or goes on.
+    for step in (_rewind, _reply):
+        for thread in spoken:
+            if episode.threads[0].ended:
+                return
+            if not thread.ended and thread.agenda is not None:
+                episode.attempt(thread, step, episode, thread, thread.agenda)
+
+
+def keep_boundary(episode: Episode, thread: Thread) -> None:
+    """Keep the place of the last closed turn where others read while this thread writes."""
+    if not episode.config.deterministic:
+        release(episode, thread, "boundary")
+        thread.boundary = episode.engine.fork(thread.cursor)
+
+
+def release(episode: Episode, thread: Thread, *names: str) -> None:
+    """Close the named cursors of a thread that are open."""
+    for name in names:
+        cursor = getattr(thread, name)
+        if cursor is not None:
+            setattr(thread, name, None)
+            episode.engine.close(cursor)
+
+
+def _mount(episode: Episode, thread: Thread, agenda: Agenda) -> None:
+    later = agenda.calls[agenda.at + 1 :]
+    if thread.status == "waiting" and thread.fork_cursor is None:
+        if any(isinstance(call, ToolCall) and call.name == "fork" for call in later):
+            # What this turn forks after its wait must not see what it has mounted by now.
+            thread.fork_cursor = episode.engine.fork(thread.cursor)
+    for source in agenda.sources.values():
+        if episode.config.deterministic:
+            episode.engine.mount(thread.cursor, source.cursor)
+        else:
+            # The source may be writing: what it had closed stands at its boundary.
+            episode.engine.mount(thread.cursor, source.boundary, source.origin)
+    agenda.sources.clear()
+
+
+def _rewind(episode: Episode, thread: Thread, agenda: Agenda) -> None:
+    if agenda.rewind_to is None:
+        return
+    thread.go_back(agenda.rewind_to)
+    episode.engine.rewind(thread.cursor, thread.num_tokens)
+    keep_boundary(episode, thread)
+
+
+def _reply(episode: Episode, thread: Thread, agenda: Agenda) -> None:
+    """Feed the results of a turn, with a warning where the next turn is the last."""
+    config = episode.config
+    closed, thinking = True, False
+    if thread.snapshots:
+        closed, thinking = thread.snapshots[-1].closed, thread.snapshots[-1].thinking
+    make = partial(episode.chat.tool_ids, closed=closed, thinking=thinking)
+    room = config.window - thread.num_own
+    tokens = make(agenda.results)
+    thread.last_turn = None
+    if thread.num_turns + 1 >= config.max_turns:
+        thread.last_turn = "turns"
+    elif room - len(tokens) <= config.reserve:
+        thread.last_turn = "tokens"
+    if thread.last_turn is not None:
+        warning = Result(LAST_TURN[thread.last_turn])
+        room -= config.reserve // 2
+        tokens = make([*agenda.results, warning], room=room)
+        if len(tokens) > room:  # so many results that their frames alone fill it
+            tokens = make([warning])
+    _submit(episode, thread, tokens)
+    segment = episode.recorder.add(
+        thread.id,
+        thread.head,
+        "tool",
+        tokens,
+        mounts=sorted(agenda.mounts),
+        time_s=episode.time(),
+    )
+    thread.append(segment, len(tokens))
+    if not thread.snapshots:
+        thread.take_snapshot(closed=False, thinking=episode.chat.opens_thinking)
+    thread.agenda = None
+    release(episode, thread, "fork_cursor")
+
+
+def _submit(episode: Episode, thread: Thread, tokens: list[int]) -> None:
+    """Feed tokens and let the thread write its next turn, inside its budget."""
+    config = episode.config
+    if thread.num_turns >= config.max_turns:
+        raise BudgetExceeded("turns")
+    room = config.window - thread.num_own - len(tokens)
+    if thread.last_turn is None:
+        room -= config.reserve
+    if room < 1:
+        raise BudgetExceeded("tokens")
+    sampling = config.sampling(
+        seed=draw_seed(episode.identity, thread), max_tokens=min(config.max_new_tokens, room)
+    )
+    thread.ticket = episode.engine.submit(
+        thread.cursor, tokens, sampling, until=episode.chat.stop_ids
+    )
+    episode.tickets[thread.ticket] = (episode, thread)
