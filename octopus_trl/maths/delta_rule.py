@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-CHUNK = 64
+CHUNK = 32  # on a CPU the fastest of 16, 32 and 64 for heads of 64
 EPS = 1e-6
 
 
@@ -42,7 +42,7 @@ def gated_delta_rule(
         beta: [T, HV] write strength in [0, 1].
         initial_state: [R, HV, K, V]; zeros start a root.
         cu_seqlens: [R + 1] int64 run boundaries; an empty run returns its initial state.
-        form: "chunk" works on 64 rows at once, "recurrent" on one; both give the same result up
+        form: "chunk" works on `CHUNK` rows at once, "recurrent" on one; both give the same result up
             to rounding.
 
     Returns:
@@ -191,7 +191,10 @@ def _chunk_scan(
     # The rows of a chunk read one another: solve for what each really writes (Eq. 4).
     system = (k @ k.mT) * between * beta
     sides = torch.cat([v * beta, k * (beta * decay[..., None].exp())], dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    # From the right and transposed: the layout that LAPACK reads without copies.
+    solved = torch.linalg.solve_triangular(
+        system.mT, sides.mT, upper=True, unitriangular=True, left=False
+    ).mT
     writes, reads = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     to_end = k * (decay[..., -1:] - decay)[..., None].exp()  # [N, HK, G, L, K]
     whole = decay[..., -1, None, None].exp()

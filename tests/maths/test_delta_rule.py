@@ -13,7 +13,7 @@ from octopus_trl.maths.delta_rule import gated_delta_rule, gated_delta_step
 
 Form = Literal["chunk", "recurrent"]
 FORMS = get_args(Form)
-LENGTHS = [1, 63, 0, 64, 65, 200, 3]
+LENGTHS = [1, 63, 0, 64, 65, 200, 31, 32, 33]
 
 
 def make(
