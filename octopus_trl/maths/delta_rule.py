@@ -42,8 +42,8 @@ def gated_delta_rule(
         beta: [T, HV] write strength in [0, 1].
         initial_state: [R, HV, K, V]; zeros start a root.
         cu_seqlens: [R + 1] int64 run boundaries; an empty run returns its initial state.
-        form: "chunk" works on `CHUNK` rows at once, "recurrent" on one; both give the same result up
-            to rounding.
+        form: "chunk" works on `CHUNK` rows at once, "recurrent" on one; results differ by rounding
+            alone.
 
     Returns:
         o [T, HV, V] in the dtype of v, and the final states [R, HV, K, V] in float32 (float64 when
