@@ -165,6 +165,13 @@ class Trace:
         """Z: sampled tokens of the whole tree, each counted once (paper's 1/Z)."""
         return sum(len(s.tokens) for s in self.segments if s.kind == "action")
 
+    def place(self) -> Trace:
+        """Set every start under the trace's position rule (paper Eq. 2); returns itself."""
+        places = dag.starts(self.parents, self.mounts, self.lengths, position=self.position)
+        for segment, start in zip(self.segments, places, strict=True):
+            segment.start = start
+        return self
+
     def check(self, *, vocab_size: int | None = None) -> Trace:
         """Verify every id, edge, position, kind, owner, length, thread and token id; returns
         itself.

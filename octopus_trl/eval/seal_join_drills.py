@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from octopus_trl.eval.seal_join import World
-from octopus_trl.maths import dag
 from octopus_trl.trace import Segment, ThreadRecord, Trace
 
-MAX_REPEATED = 96  # tokens of a run that the repetition drill shows twice
+MAX_REPEATED = 160  # tokens of a run that the repetition drill shows twice
+MAX_FILLER = 64  # tokens around it
+FEW_TOKENS = 48  # vocabulary of every second run
 
 
 class Drills:
@@ -35,12 +36,17 @@ class Drills:
         self._pages = {document.docid: document.text for document in world.documents()}
 
     def repeat(self, rng: np.random.Generator) -> Trace:
-        """A random run in the prompt, and the same run again as an action."""
-        run = rng.choice(self._vocab, size=int(rng.integers(8, MAX_REPEATED))).tolist()
-        filler = rng.choice(self._vocab, size=int(rng.integers(1, MAX_REPEATED))).tolist()
+        """A random run in the prompt, and the same run again as an action.
+
+        Every second one draws from few tokens, so that one token of context does not settle what
+        comes next.
+        """
+        few = rng.random() < 0.5
+        vocab = rng.choice(self._vocab, size=FEW_TOKENS, replace=False) if few else self._vocab
+        run = rng.choice(vocab, size=int(rng.integers(16, MAX_REPEATED))).tolist()
+        filler = rng.choice(vocab, size=int(rng.integers(1, MAX_FILLER))).tolist()
         at = int(rng.integers(0, len(filler) + 1))
-        # The first tokens of the run are given again, so that what follows is determined.
-        cue = run[:2]
+        cue = run[:2]  # given again, so that what follows is determined
         prompt = filler[:at] + run + filler[at:] + cue
         return _assemble("repeat", [(0, None, "prompt", prompt, [])] + _ask(0, 0, [([], run[2:])]))
 
@@ -112,9 +118,7 @@ def _assemble(source: str, parts: list[_Part]) -> Trace:
         for index, (thread, parent, kind, tokens, mounts) in enumerate(parts)
     ]
     trace = Trace(source, source, segments=segments, meta={"source": source})
-    places = dag.starts(trace.parents, trace.mounts, trace.lengths)
-    for segment, start in zip(segments, places, strict=True):
-        segment.start = start
+    trace.place()
     heads = {segment.thread: segment.id for segment in segments}
     trace.threads = [
         ThreadRecord(thread, 0 if thread else None, status="committed", head=head)

@@ -11,8 +11,10 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join_backend import SealJoinBackend
 from octopus_trl.eval.seal_join_drills import Drills
 from octopus_trl.eval.seal_join_studio import ExpertStudio
+from octopus_trl.eval.seal_join_words import SYMBOLS
 from octopus_trl.trace import Trace
 
+NUM_BYTES = 256  # the tokenizer's first ids are single bytes, then come words and tags
 SOURCES = ("repeat", "own_page", "mounted_pages", "expert")
 
 
@@ -31,7 +33,8 @@ class SealJoinMixture:
         self._stages = [_check_stage(stage) for stage in stages]
         if not self._stages or self._stages[-1][0] != 1.0:
             raise ConfigError(f"curriculum {list(stages)}: the last stage must have until 1.0")
-        vocab = range(256, len(tokenizer))  # words and symbols, no single bytes
+        symbols = tokenizer.convert_tokens_to_ids(list(SYMBOLS))
+        vocab = [*symbols, *range(NUM_BYTES, len(tokenizer))]
         self._drills = Drills(backend.world, tokenizer, vocab=vocab)
         self._studio = ExpertStudio(backend, tokenizer)
 

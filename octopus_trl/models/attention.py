@@ -49,11 +49,13 @@ def octopus_attention(
             scaling=scaling,
             **kwargs,
         )
+    # Under autocast the rotation leaves q and k in float32 while v is already narrow.
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     out = octopus.attend(
         module.layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        q,
+        k,
+        v,
         scaling,
     )
     return out.unsqueeze(0), None

@@ -7,6 +7,7 @@ number, so a resumed run sees the rows that an uninterrupted one would have seen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths.dag import NO_ROW
@@ -40,6 +47,11 @@ class OctopusSFTConfig(TrainingArguments):
             "help": "Initialise the decay of GDN layers for memory: dt log-uniform in 0.001..0.1, "
             "A uniform in 1..16 (fla's initialisation); transformers' forgets in a token or two."
         },
+    )
+
+    stop_after_s: float | None = field(
+        default=None,
+        metadata={"help": "Seconds after which the run ends in good order; None: never."},
     )
 
     def __post_init__(self) -> None:
@@ -145,6 +157,8 @@ class OctopusSFTTrainer(Trainer):
         self._spec = spec_of(model)
         self._recent: dict[str, list[Tensor]] = {}
         super().__init__(model, args, data_collator=lambda batch: {"row": batch[0]}, **kwargs)
+        if args.stop_after_s is not None:
+            self.add_callback(StopAfter(args.stop_after_s))
 
     def compute_loss(
         self,
@@ -168,12 +182,28 @@ class OctopusSFTTrainer(Trainer):
         super().log(logs, start_time)
 
     def _note(self, item: SFTRow, logps: Tensor) -> None:
+        # Weighted means: picking a source's targets by a mask would wait for the device.
         source = torch.from_numpy(item.source).to(logps.device)
+        likely = (logps > np.log(0.5)).float()
         for index, name in enumerate(item.sources):
-            chosen = logps[source == index]
-            self._recent.setdefault(f"nll/{name}", []).append(-chosen.mean())
-            likely = (chosen > np.log(0.5)).float().mean()
-            self._recent.setdefault(f"likely/{name}", []).append(likely)
+            weight = (source == index).float()
+            weight = weight / weight.sum()
+            self._recent.setdefault(f"nll/{name}", []).append(-(logps * weight).sum())
+            self._recent.setdefault(f"likely/{name}", []).append((likely * weight).sum())
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run in good order once its time is up, so that a lease of a machine is not overrun."""
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Ask the trainer to stop after this step where the deadline has passed."""
+        if time.monotonic() >= self._deadline:
+            control.should_training_stop = True
 
 
 def initialise_decay(model: nn.Module, *, seed: int) -> None:
