@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from octopus_trl.kernels._block_mask import BLOCK, block_mask, padded_rows, padded_segments
 from octopus_trl.kernels.attention import dag_attention
@@ -123,6 +125,26 @@ def test_one_mask_serves_every_layer_of_a_pass(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         dag_attention(q, k=k, v=v, plan=plan, scale=SCALE)
     assert len(built) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: g++ is not found")
+def test_compiled_block_lists_give_the_reference_and_one_size_compiles_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.utils import counters
+
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    monkeypatch.setattr("octopus_trl.kernels.attention._attend", lambda device: compiled)
+    graphs = []
+    for rows in (600, 520, 760):
+        plan = plan_of(rows)
+        q, k, v = (x.detach() for x in make(rows, (4, 2, 16), "cpu", torch.float32))
+        out = dag_attention(q, k=k, v=v, plan=plan, scale=SCALE)
+        expected = maths.dag_attention(q, k=k, v=v, plan=plan, scale=SCALE)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1
 
 
 def plan_of(rows: int) -> dag.AttentionPlan:
