@@ -273,7 +273,7 @@ def _filled(cls: Any, config: Any, seed: int) -> Any:
             elif "lm_head" in name:
                 normal(parameter, 0.18)
             else:
-                normal(parameter, 0.7 * parameter.shape[-1] ** -0.5)
+                normal(parameter, 0.6 * parameter.shape[-1] ** -0.5)
     return model
 
 
