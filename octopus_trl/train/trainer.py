@@ -122,6 +122,11 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         self._spec = spec_of(self.model)
         self._policy = PolicyEngine(args, self.accelerator, lambda: self.model_wrapped)
         self._runners: dict[str, EpisodeRunner] = {}
+        # Greedy draws are recorded with the log-probs of temperature 1.
+        self._temperature = {
+            mode: args.rollout_config(training=mode == "train").temperature or 1.0
+            for mode in ("train", "eval")
+        }
         self._meters = {mode: Meter(loss.MEANS, loss.PEAKS) for mode in ("train", "eval")}
         self._loss_settings = loss.LossSettings(
             beta=args.beta,
@@ -154,7 +159,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         batch: dict[str, Any] = {
             "advantages": advantages.view(-1, size),
             "groups": groups,
-            "temperature": torch.tensor(self._runners[mode].config.temperature or 1.0),
+            "temperature": torch.tensor(self._temperature[mode]),
         }
         if mode == "train" and self._updates_outlive_generation:
             batch["old_logps"] = self._score(batch)
