@@ -149,11 +149,9 @@ def _read_thread(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCal
         raise ToolError("read_thread refused: you are this thread")
     if target.status == "failed":
         raise ToolError(f"read_thread refused: thread {target.id} failed")
-    span = target.closed_span()
-    if span:
-        seen = episode.recorder.visible(thread.head)
-        seen.update(agenda.mounts)
-        span = [segment for segment in span if segment not in seen]
+    seen = episode.recorder.visible(thread.head)
+    seen.update(agenda.mounts)
+    span = [segment for segment in target.live if segment not in seen]
     if not span:
         return Result(f"nothing new in thread {target.id} (status {target.status})")
     agenda.mounts += span

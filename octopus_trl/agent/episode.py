@@ -22,7 +22,7 @@ from octopus_trl.agent.pool import PoolCall, ToolPool
 from octopus_trl.agent.recorder import Recorder
 from octopus_trl.agent.thread import Agenda, Status, Thread
 from octopus_trl.agent.tools import Result, ToolCall, ToolSpec, run_corpus_tool
-from octopus_trl.errors import BudgetExceeded, IntegrityError
+from octopus_trl.errors import BudgetExceeded, IntegrityError, PoolExhausted
 from octopus_trl.protocols import EngineLike, Finished, SearchBackend
 from octopus_trl.trace import Trace
 
@@ -60,18 +60,35 @@ class Episode:
         self.round = 0
         self.engine, self.chat, self.tickets = engine, chat, tickets
         self._corpus, self._pool = corpus, pool
+        self._newborn: list[Thread] = []
         self._tool_names = tuple(tool.name for tool in tools)
         self._began = time.monotonic()
         self._policy_version = engine.policy_version
 
-    def start(self) -> None:
-        """Open the root on its prompt and let it write."""
+    def start(self, *, patient: bool = False) -> bool:
+        """Open the root on its prompt and let it write.
+
+        Args:
+            patient: give up without a trace where the pools have no room for the prompt now.
+
+        Returns:
+            Whether the episode has started.
+        """
+        self._began = time.monotonic()
         root = self._add_thread(None, "")
         prompt = self.chat.prompt(self.example)
-        root.append(self.recorder.add(0, None, "prompt", prompt, time_s=self.time()), len(prompt))
+        self._write(root, "prompt", prompt, time_s=self.time())
         root.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
-        self.attempt(root, feed.open_root, self, prompt)
+        try:
+            root.cursor = self.engine.open(prompt)
+        except PoolExhausted:
+            if not patient:
+                raise
+            self.threads, self.recorder = {}, Recorder()
+            return False
+        self.attempt(root, feed.start_root, self)
         self._settle()
+        return True
 
     def turn_ended(self, thread: Thread, finished: Finished) -> None:
         """Take a turn that the engine finished and start the tools that it calls."""
@@ -154,6 +171,7 @@ class Episode:
             f"{self.config.max_turns} turns"
         )
         child.agenda = Agenda(results=[Result(text)])
+        self._newborn.append(child)
         self.note("fork", parent, child=child.id, segment=parent.head)
         return child
 
@@ -196,9 +214,8 @@ class Episode:
         if self.threads[0].ended:
             return
         # A child's first text is due in the round that forked it.
-        spoken += [
-            thread for thread in self.threads.values() if not thread.live and not thread.ended
-        ]
+        spoken += self._newborn
+        self._newborn = []
         feed.feed_round(self, sorted(spoken, key=lambda thread: (thread.num_turns, thread.id)))
 
     def _take_effect(self, thread: Thread) -> bool:
@@ -241,25 +258,27 @@ class Episode:
         return self._pool.submit(work, self)
 
     def _record_action(self, thread: Thread) -> None:
-        finished = thread.finished
+        """Write a turn that ended, and the text that was fed before it, on the record."""
+        finished, fed = thread.finished, thread.fed
         assert finished is not None, "a closed turn has its tokens"
-        thread.finished = None
+        thread.finished = thread.fed = None
         thread.num_turns += 1
         if finished.tokens:
-            segment = self.recorder.add(
-                thread.id,
-                thread.head,
-                "action",
-                finished.tokens,
-                logps=finished.logps,
-                time_s=self.time(),
-            )
-            thread.append(segment, len(finished.tokens))
+            if fed is not None and fed.tokens:
+                self._write(thread, "tool", fed.tokens, mounts=fed.mounts, time_s=fed.time_s)
+                if not thread.snapshots:
+                    thread.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
+            tokens, logps = finished.tokens, finished.logps
+            self._write(thread, "action", tokens, logps=logps, time_s=self.time())
         if finished.reason == "error":
             self.end(thread, "failed", reason=finished.error)
         elif thread.read is not None:
             thread.take_snapshot(closed=thread.read.closed, thinking=thread.read.thinking)
             feed.keep_boundary(self, thread)
+
+    def _write(self, thread: Thread, kind: str, tokens: list[int], **facts: Any) -> None:
+        segment = self.recorder.add(thread.id, thread.head, kind, tokens, **facts)
+        thread.append(segment, len(tokens))
 
     def attempt(self, thread: Thread, step: Callable[..., None], *args: Any) -> None:
         """Carry a step out; what fails ends this thread and no other."""

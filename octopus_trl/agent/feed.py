@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from octopus_trl.agent.thread import Agenda, Thread, draw_seed
+from octopus_trl.agent.thread import Agenda, Fed, Thread, draw_seed
 from octopus_trl.agent.tools import Result, ToolCall
 from octopus_trl.errors import BudgetExceeded
 
@@ -23,15 +23,14 @@ LAST_TURN = {
 CURSORS = ("fork_cursor", "boundary", "origin", "cursor")
 
 
-def open_root(episode: Episode, prompt: list[int]) -> None:
-    """Open the root on its prompt and let it write."""
+def start_root(episode: Episode) -> None:
+    """Let the root write its first turn after the prompt."""
     root, config = episode.threads[0], episode.config
-    root.cursor = episode.engine.open(prompt)
     if not config.deterministic:
         root.origin = episode.engine.fork(root.cursor)
     if config.max_turns == 1:
         root.last_turn = "turns"
-    elif config.window - len(prompt) <= config.reserve:
+    elif config.window - root.num_own <= config.reserve:
         root.last_turn = "tokens"
     _submit(episode, root, [])
 
@@ -126,17 +125,7 @@ def _reply(episode: Episode, thread: Thread, agenda: Agenda) -> None:
         if len(tokens) > room:  # so many results that their frames alone fill it
             tokens = make([warning])
     _submit(episode, thread, tokens)
-    segment = episode.recorder.add(
-        thread.id,
-        thread.head,
-        "tool",
-        tokens,
-        mounts=sorted(agenda.mounts),
-        time_s=episode.time(),
-    )
-    thread.append(segment, len(tokens))
-    if not thread.snapshots:
-        thread.take_snapshot(closed=False, thinking=episode.chat.opens_thinking)
+    thread.fed = Fed(tokens, sorted(agenda.mounts), episode.time())
     thread.agenda = None
     release(episode, thread, "fork_cursor")
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from octopus_trl.agent.chat import Chat
 from octopus_trl.agent.config import RolloutConfig
@@ -27,6 +27,7 @@ __all__ = ["EpisodeRunner", "RolloutConfig", "prompt_id_of"]
 _IDLE_WAIT_S = 0.02  # look at waits and deadlines this often while only tools run
 _WAIT_CHECK_S = 0.25
 
+T = TypeVar("T")
 EventSink = Callable[[str, dict[str, Any]], None]
 
 
@@ -105,7 +106,9 @@ class EpisodeRunner:
         try:
             while waiting or run.live:
                 while waiting and len(run.live) < self.config.max_live_episodes:
-                    run.begin(waiting.popleft())
+                    if not run.begin(waiting[0]):
+                        break
+                    waiting.popleft()
                 run.turn()
                 for episode in run.take_done():
                     trace = traces[episode.id] = episode.trace()
@@ -183,11 +186,19 @@ class _Run:
         self._checks_waits = not runner.config.deterministic
         self._next_check = 0.0
         self._num_told: dict[str, int] = {}
+        self._is_full = False
 
-    def begin(self, episode: Episode) -> None:
-        """Start an episode."""
+    def begin(self, episode: Episode) -> bool:
+        """Start an episode; False where the pools have no room for it before another ends."""
+        if self._is_full:
+            return False
+        patient = bool(self.live)
         self.live[episode.id] = episode
-        self._attempt(episode, episode.start)
+        if self._attempt(episode, episode.start, patient=patient) is False:
+            del self.live[episode.id]
+            self._is_full = True
+            return False
+        return True
 
     def turn(self) -> None:
         """Let the engine take one step, hand out what ended, and hold the rounds that are due."""
@@ -218,6 +229,7 @@ class _Run:
         """Give the episodes that ended and forget them."""
         done = [episode for episode in self.live.values() if episode.done]
         for episode in done:
+            self._is_full = False
             del self.live[episode.id]
             self._num_told.pop(episode.id, None)
         return done
@@ -229,16 +241,19 @@ class _Run:
                 episode.abort(RuntimeError("interrupted"))
         self.pool.close()
 
-    def _attempt(self, episode: Episode, step: Callable[..., None], *args: Any) -> None:
+    def _attempt(
+        self, episode: Episode, step: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> T | None:
         """Carry a step out; what fails ends this episode and no other."""
         if episode.done:
-            return
+            return None
         try:
-            step(*args)
+            return step(*args, **kwargs)
         except IntegrityError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
             episode.abort(error)
+            return None
 
     def _tell(self) -> None:
         if self._on_event is None:

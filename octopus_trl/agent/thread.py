@@ -34,6 +34,15 @@ class Snapshot:
     thinking: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Tool text that was given to the engine with a turn, and the mounts just before it."""
+
+    tokens: list[int]
+    mounts: list[int] = field(default_factory=list)
+    time_s: float | None = None
+
+
 @dataclass(slots=True)
 class Agenda:
     """The calls of one closed turn on their way to results.
@@ -65,10 +74,12 @@ class Thread:
 
     Attributes:
         base_segment, base_tokens: where it was forked; `None` and 0 for the root.
-        live: its own segments on its live chain.
+        live: its own segments on its live chain, all closed: what others may read.
         snapshots: index k is snapshot k, the end of its k-th turn on the live chain.
         num_turns: turns taken, those on left branches counted; orders effects and seeds draws.
         ticket: the turn in flight.
+        fed: text before the turn in flight; it becomes a segment once the turn has drawn a token,
+            as a turn that ends before leaves the cursor without it.
         finished, read: a turn that ended and waits for its round, and what it says.
         waiting_for: threads that must end before its agenda goes on.
         last_turn: None, or why the turn in flight is its last: "turns" or "tokens".
@@ -92,6 +103,7 @@ class Thread:
     status: Status = "running"
     result: str | None = None
     ticket: int | None = None
+    fed: Fed | None = None
     finished: Finished | None = None
     read: Turn | None = None
     agenda: Agenda | None = None
@@ -153,14 +165,8 @@ class Thread:
             parent=None if self.parent is None else self.parent.id,
             task=self.task,
             status="running" if self.status == "waiting" else self.status,
-            head=self.head,
+            head=self.head if self.live else None,
         )
-
-    def closed_span(self) -> list[int]:
-        """List its own live segments through its last closed turn: what others may read."""
-        if self.num_turns == 0:
-            return []
-        return self.live[: self.snapshots[-1].num_live]
 
 
 def waits_on(threads: Mapping[int, Thread], start: Thread, target: Thread) -> bool:

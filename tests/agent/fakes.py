@@ -10,7 +10,7 @@ import importlib.util
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -125,6 +125,7 @@ class ScriptedEngine:
         self.fed: list[Fed] = []
         self.cursors: list[ListCursor] = []
         self.sampled: list[list[int]] = []
+        self.num_prefilled = 0
         self.num_opened = self.num_forks = self.num_mounts = self.num_rewinds = 0
         self.fail_on: Callable[[str, Any], None] = lambda operation, argument: None
         self._token: list[int] = []
@@ -137,6 +138,7 @@ class ScriptedEngine:
     def open(self, tokens: Sequence[int]) -> ListCursor:
         self.fail_on("open", tokens)
         self.num_opened += 1
+        self.num_prefilled += len(tokens)
         return self.extend(self._new([], 0, []), tokens)
 
     def fork(self, cursor: ListCursor) -> ListCursor:
@@ -198,11 +200,12 @@ class ScriptedEngine:
     ) -> int:
         self._usable(cursor)
         self.fail_on("submit", tokens)
+        before = len(cursor.chain)
         self.extend(cursor, tokens)
         cursor.busy = True
         self._next_ticket += 1
         steps = self._rng.randint(1, self._most_steps)
-        self._queue[self._next_ticket] = [steps, cursor, sampling, until]
+        self._queue[self._next_ticket] = [steps, cursor, sampling, until, before]
         return self._next_ticket
 
     def step(self) -> list[Finished]:
@@ -216,12 +219,14 @@ class ScriptedEngine:
 
     def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
         """Take a turn out as if half of it had been sampled."""
-        _, cursor, sampling, until = self._queue.pop(ticket)
+        _, cursor, sampling, until, before = self._queue.pop(ticket)
         tokens = self._sample(cursor, sampling, until)
-        tokens = tokens[: len(tokens) // 2]
+        tokens = tokens[: len(tokens) // 2] if self._rng.random() < 0.5 else []
         cursor.busy = False
         if tokens:
-            self._keep(cursor, tokens)
+            self._keep(cursor, tokens, before)
+        else:
+            del cursor.chain[before:]
         return tokens, [-1.0] * len(tokens)
 
     def generate(self, cursors: Any, sampling: Any, *, until: Any) -> Any:
@@ -248,14 +253,15 @@ class ScriptedEngine:
         return sum(not cursor.closed for cursor in self.cursors)
 
     def _finish(self, ticket: int) -> Finished:
-        _, cursor, sampling, until = self._queue.pop(ticket)
+        _, cursor, sampling, until, before = self._queue.pop(ticket)
         cursor.busy = False
         try:
             self.fail_on("sample", cursor)
             tokens = self._sample(cursor, sampling, until)
         except RuntimeError as error:
+            del cursor.chain[before:]
             return Finished(ticket, [], [], "error", str(error))
-        self._keep(cursor, tokens)
+        self._keep(cursor, tokens, before)
         reason: Any = "stop" if tokens[-1] in until else "length"
         return Finished(ticket, tokens, [-0.5] * len(tokens), reason)
 
@@ -269,7 +275,8 @@ class ScriptedEngine:
                 break
         return tokens[: sampling.max_tokens]
 
-    def _keep(self, cursor: ListCursor, tokens: list[int]) -> None:
+    def _keep(self, cursor: ListCursor, tokens: list[int], before: int) -> None:
+        self.num_prefilled += len(cursor.chain) - before
         self.extend(cursor, tokens)
         self.sampled.append(tokens)
         self.fed.append(Fed(list(cursor.chain), frozenset(cursor.mounted()), len(tokens)))
@@ -293,7 +300,7 @@ class Script:
     from how often this thread was asked, so it serves one episode at a time.
     """
 
-    def __init__(self, tokenizer: Any, turns: dict[int, Sequence[str]]) -> None:
+    def __init__(self, tokenizer: Any, turns: Mapping[int, Sequence[str]]) -> None:
         self.tokenizer = tokenizer
         self.turns = turns
         self.asked: dict[int, int] = {}

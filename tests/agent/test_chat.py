@@ -193,7 +193,12 @@ def test_a_turn_that_did_not_end_has_no_calls() -> None:
     chat, tokenizer = chat_of(), byte_tokenizer()
     words = f"go {xml_call('commit', result='x')}"
     assert len(chat.read_turn(tokenizer.encode(words + "<|im_end|>")).calls) == 1
-    for ids in (tokenizer.encode(words), tokenizer.encode(words + "<|endoftext|>"), []):
+    unfinished: list[list[int]] = [
+        [],
+        tokenizer.encode(words),
+        tokenizer.encode(words + "<|endoftext|>"),
+    ]
+    for ids in unfinished:
         turn = chat.read_turn(ids)
         assert turn.calls == []
         assert not turn.closed
@@ -377,7 +382,8 @@ def test_an_example_without_a_question_is_refused(example: dict[str, Any]) -> No
 
 def test_the_cache_of_encoded_texts_is_bounded() -> None:
     chat = chat_of()
-    for index in range(30):
-        chat.tool_ids([Result(f"{index} " + "x" * 60_000)])
+    for index in range(9):
+        chat.tool_ids([Result(f"{index} " + "x" * 150_000)])
+    assert len(chat._plain._texts) < 9
     assert chat._plain._num_cached_ids <= 1 << 20
     assert sum(len(ids) + 1 for ids in chat._plain._texts.values()) == chat._plain._num_cached_ids

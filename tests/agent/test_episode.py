@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ CORPUS = ListCorpus(a="alpha is 17", b="beta is 4")
 
 
 def play(
-    turns: dict[int, Sequence[str]],
+    turns: Mapping[int, Sequence[str]],
     corpus: Any = CORPUS,
     template: str = "qwen3_5_nothink_training",
     **settings: Any,
@@ -378,7 +378,7 @@ def test_effects_of_a_round_follow_turn_then_thread_then_call() -> None:
         ({"max_depth": 0}, "error: fork refused: threads may be 0 deep"),
     ],
 )
-def test_forks_beyond_a_limit_are_refused(settings: dict[str, int], words: str) -> None:
+def test_forks_beyond_a_limit_are_refused(settings: dict[str, Any], words: str) -> None:
     trace, script, _ = play({0: [fork() * 4, commit("x")], 1: ["a"] * 9, 2: ["a"] * 9}, **settings)
     assert words in script.contexts[0, 1]
     assert len(trace.threads) == (1 if "max_depth" in settings else 3)

@@ -37,18 +37,6 @@ def test_going_back_restores_head_tokens_and_live_chain() -> None:
     assert thread.turn == 2, "turns count along the live chain, as the thread sees it"
 
 
-def test_others_may_read_what_closed_turns_hold() -> None:
-    thread = thread_of(1)
-    thread.append(4, 3)
-    thread.take_snapshot(closed=False, thinking=False)
-    assert thread.closed_span() == [], "before its first turn a thread has closed nothing"
-    thread.append(5, 7)
-    thread.num_turns = 1
-    thread.take_snapshot(closed=True, thinking=False)
-    thread.append(6, 2)
-    assert thread.closed_span() == [4, 5], "text that is being fed is not closed"
-
-
 def test_waits_are_followed_through_waiting_threads_only() -> None:
     threads = {index: thread_of(index) for index in range(5)}
     for index, awaited in ((1, {2}), (2, {3, 4})):

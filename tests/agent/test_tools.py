@@ -202,16 +202,18 @@ def test_time_in_the_queue_does_not_count() -> None:
 
 
 def test_closing_lets_idle_workers_end() -> None:
-    def workers() -> int:
-        return sum(thread.name == "octopus-tool" for thread in threading.enumerate())
+    pool = ToolPool(4, timeout_s=5.0)
+    seen: set[threading.Thread] = set()
 
-    before = workers()
-    pool = ToolPool(4, timeout_s=1.0)
-    for index in range(4):
-        pool.submit(hang(0.01), index)
-    collect(pool, 4)
+    def work() -> None:
+        seen.add(threading.current_thread())
+        time.sleep(0.02)
+
+    for index in range(8):
+        pool.submit(work, index)
+    collect(pool, 8)
     pool.close()
-    limit = time.monotonic() + 5
-    while workers() > before and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert workers() == before
+    for worker in seen:
+        worker.join(timeout=5)
+    assert seen
+    assert not any(worker.is_alive() for worker in seen)
