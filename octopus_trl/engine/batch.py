@@ -97,8 +97,8 @@ def prefill_context(
         memory,
         _tensor(np.asarray(tokens, dtype=np.int64), device),
         _tensor(np.arange(position, position + len(tokens), dtype=np.int64), device),
-        SeenSlots(index),
-        SeenSlots(tree),
+        SeenSlots((index,)),
+        SeenSlots((tree,)),
         None if slots is None else _tensor(slots, device),
         _tensor(np.array([read_slot], dtype=np.int64), device),
         _tensor(np.array([] if write_slot is None else [write_slot], dtype=np.int64), device),
@@ -146,8 +146,8 @@ def decode_context(
 
 
 def _joined(parts: Sequence[Slots], device: torch.device) -> SeenSlots:
-    bounds = np.cumsum([0, *map(len, parts)]).tolist()
-    return SeenSlots(_tensor(np.concatenate(parts), device), tuple(bounds))
+    index = _tensor(np.concatenate(parts), device)
+    return SeenSlots(index.split([len(part) for part in parts]))
 
 
 def _tensor(array: Slots, device: torch.device) -> Tensor:

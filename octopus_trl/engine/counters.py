@@ -7,8 +7,23 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 PRIMITIVES = ("fork", "mount", "rewind")
+NUMBERS = (
+    "prefilled",
+    "reused",
+    "re_prefilled",
+    "decoded",
+    "replayed",
+    "decode_steps",
+    "prefill_passes",
+    "turns",
+    "opens",
+    "forks",
+    "mounts",
+    "rewinds",
+)
 
 
 @dataclass(slots=True)
@@ -54,3 +69,12 @@ class Counters:
         """reused / (reused + prefilled), tokens that were prefilled again counted as prefilled."""
         given = self.reused + self.prefilled + self.re_prefilled
         return self.reused / given if given else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Give all of it as plain values."""
+        return {
+            **{name: getattr(self, name) for name in NUMBERS},
+            "hit_rate": self.hit_rate,
+            "bytes_copied": dict(self.bytes_copied),
+            "seconds": dict(self.seconds),
+        }

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octopus_trl.engine.pages import Range, Slots
-from octopus_trl.errors import ClosedCursor, ConfigError, StaleVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,33 +166,6 @@ class Cursor:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"position {self._position}"
         return f"Cursor({self.num_tokens} tokens, {state})"
-
-
-def check_usable(cursor: Any, engine: Any, epoch: int, *, idle: bool = False) -> Cursor:
-    """Refuse a cursor that `engine` cannot work with now.
-
-    Args:
-        epoch: the engine's present one.
-        idle: refuse one whose turn is running too.
-    Raises:
-        ConfigError: not a cursor of this engine, or busy.
-        ClosedCursor: it was closed.
-        StaleVersion: it was made with other weights, or the pools were given back since.
-    """
-    if not isinstance(cursor, Cursor):
-        raise ConfigError(f"{cursor!r} is no cursor: take one from engine.open or engine.fork")
-    if cursor._engine is not engine:
-        raise ConfigError(f"{cursor!r} belongs to another engine: use it with the one that made it")
-    if cursor._closed:
-        raise ClosedCursor(f"{cursor!r} was closed: fork it before closing to keep its place")
-    if cursor._tail.epoch != epoch:
-        raise StaleVersion(
-            f"{cursor!r} was made before the weights changed or the pools were given back: close "
-            "it and open its tokens again"
-        )
-    if idle and cursor._turn is not None:
-        raise ConfigError(f"{cursor!r} is in turn {cursor._turn}: step until it ends, or cancel it")
-    return cursor
 
 
 def position_after(tail: Node, pending: Sequence[Mount]) -> int:

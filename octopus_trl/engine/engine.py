@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octopus_trl.engine.checks import check_at_least, check_tokens, check_usable
 from octopus_trl.engine.counters import Counters
-from octopus_trl.engine.cursor import Cursor, Node, check_usable
+from octopus_trl.engine.cursor import Cursor
+from octopus_trl.engine.opening import open_prompt
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import PromptCache
 from octopus_trl.engine.runner import Runner
@@ -63,19 +64,15 @@ class Engine:
         place = weight.device if device is None else torch.device(device)
         if place.type != weight.device.type:
             raise ConfigError(f"device={str(place)!r}: the model is on {weight.device}, move it")
-        limits = {
-            "page_size": page_size,
-            "max_snapshots": max_snapshots,
-            "prefill_chunk": prefill_chunk,
-            "decode_width": decode_width,
-        }
-        if num_pages is not None:
-            limits["num_pages"] = num_pages
-        if num_states is not None and spec.is_hybrid:
-            limits["num_states"] = num_states
-        for name, value in limits.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
+        check_at_least(
+            1,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_states=num_states if spec.is_hybrid else None,
+            max_snapshots=max_snapshots,
+            prefill_chunk=prefill_chunk,
+            decode_width=decode_width,
+        )
         sizes = pool_sizes(spec, page_size, weight.dtype, weight.device, num_pages, num_states)
         self.model, self.spec, self.page_size = model, spec, page_size
         self.num_pages, self.num_states = sizes
@@ -94,7 +91,6 @@ class Engine:
         self._epoch = 0
         self._peaks = (0, 0)
         self._evicted_states = 0
-        self._finished: list[tuple[Finished, BaseException | None]] = []
         self._options = {"prefill_chunk": prefill_chunk, "decode_width": decode_width}
         self._start_empty()
         self._memory.allocate()
@@ -108,26 +104,12 @@ class Engine:
             ConfigError: no token, or one outside the vocabulary.
             PagesExhausted, StatesExhausted: too little room; nothing was changed.
         """
-        prompt = self._tokens(tokens, at_least=1)
+        prompt = check_tokens(tokens, self.spec.vocab_size, at_least=1)
+        self._check_awake()
         with self.counters.timed("open"), self._runner.evaluating():
-            self._check_awake()
-            tail = self._prompts.find(prompt)
-            known = 0 if tail is None else tail.num_tokens
-            lost = self._prompts.num_lost(prompt, known)
-            if tail is not None:
-                self._tree.hold(tail)  # making room must not evict it
-            try:
-                node = self._grow_prompt(tail, prompt)
-                cursor = self._primitives.make(self, node, None)
-                if node is not tail:
-                    self._tree.drop(node)
-            finally:
-                if tail is not None:
-                    self._tree.drop(tail)
-            self.counters.opens += 1
-            self.counters.reused += known
-            self.counters.re_prefilled += lost
-            self.counters.prefilled += len(prompt) - known - lost
+            node = open_prompt(self._runner, self._prompts, prompt, self._epoch)
+            cursor = self._primitives.make(self, node, None)
+            self._tree.drop(node)
             return cursor
 
     def fork(self, cursor: Cursor) -> Cursor:
@@ -146,9 +128,11 @@ class Engine:
         with self.counters.timed("extend"), self._runner.evaluating():
             self._usable(cursor, idle=True)
             self._check_awake()
-            new = self._tokens(tokens)
+            new = check_tokens(tokens, self.spec.vocab_size)
             if new:
-                node = self._grow(cursor._tail, new, cursor._pending, cursor._position)
+                node = self._runner.grow(
+                    cursor._tail, new, cursor._pending, cursor._position, self._epoch
+                )
                 self._primitives.advance(cursor, node)
                 self.counters.prefilled += len(new)
             return cursor
@@ -237,28 +221,18 @@ class Engine:
         if len(sampling) != len(cursors):
             raise ConfigError(f"{len(sampling)} sampling settings for {len(cursors)} cursors")
         if len(set(map(id, cursors))) != len(cursors):
-            raise ConfigError(
-                "a cursor is listed twice: fork it to sample two turns from one place"
-            )
+            raise ConfigError("a cursor is listed twice: fork it to sample two turns there")
         for cursor in cursors:
             self._usable(cursor, idle=True)
         tickets = [
             self.submit(cursor, [], params, until=until)
             for cursor, params in zip(cursors, sampling, strict=True)
         ]
-        done: dict[int, tuple[Finished, BaseException | None]] = {}
-        mine = set(tickets)
-        while len(done) < len(mine):
-            for ended in self._step():
-                if ended[0].ticket in mine:
-                    done[ended[0].ticket] = ended
-                else:
-                    self._finished.append(ended)
-        for ticket in tickets:
-            error = done[ticket][1]
-            if error is not None:
-                raise error
-        return [(done[ticket][0].tokens, done[ticket][0].logps) for ticket in tickets]
+        ended = self._scheduler.run(tickets)
+        for turn in ended:
+            if turn.error is not None:
+                raise turn.error
+        return [(turn.finished.tokens, turn.finished.logps) for turn in ended]
 
     def submit(
         self,
@@ -271,11 +245,11 @@ class Engine:
         """Queue: feed `tokens`, then sample until a stop id. Returns a ticket.
 
         When the turn ends its cursor has grown by `tokens` and all that was drawn, the stop token
-        included; a turn that fails before its first draw leaves the cursor as it was.
+        included; a turn that fails before all of `tokens` are through leaves the cursor as it was.
         """
         self._usable(cursor, idle=True)
         self._check_awake()
-        given = self._tokens(tokens)
+        given = check_tokens(tokens, self.spec.vocab_size)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         turn = Turn(next(self._tickets), cursor, given, sampling, frozenset(until), seed)
         self._scheduler.submit(turn)
@@ -283,13 +257,12 @@ class Engine:
 
     def step(self) -> list[Finished]:
         """Run one iteration over everything queued and return the turns that ended in it."""
-        ended, self._finished = self._finished, []
-        return [finished for finished, _ in [*ended, *self._step()]]
+        return [ended.finished for ended in self._scheduler.step()]
 
     def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
         """Take a queued or running turn out and return what it had sampled.
 
-        The cursor ends after exactly that; if nothing was sampled it is as before `submit`.
+        The cursor ends after exactly that; if nothing was fed to it yet it is as before `submit`.
 
         Raises:
             ConfigError: no such turn is queued or running.
@@ -302,14 +275,20 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a submitted turn has not been returned by `step`."""
-        return self._scheduler.has_work or bool(self._finished)
+        return self._scheduler.has_work
 
     # Pools and weights
 
     @property
     def policy_version(self) -> int:
-        """Optimizer step of the weights that the engine runs."""
+        """Optimizer step of the weights that the engine runs; setting it is
+        `set_policy_version`.
+        """
         return self._policy_version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        self.set_policy_version(version)
 
     def set_policy_version(self, version: int) -> None:
         """Say that the weights changed: cursors and prompts of before become stale.
@@ -338,9 +317,12 @@ class Engine:
         Raises:
             ConfigError: turns are queued or running.
         """
-        if self._scheduler.has_work:
+        if not self._scheduler.is_idle:
             raise ConfigError("turns are running: step until they end, or cancel them, then sleep")
         with self.counters.timed("sleep"):
+            pages, states = self._tree.pages, self._tree.states
+            self._peaks = (max(self._peaks[0], pages.peak), max(self._peaks[1], states.peak))
+            self._evicted_states += states.evicted
             self._epoch += 1
             self._start_empty()
             self._memory.release()
@@ -357,10 +339,9 @@ class Engine:
         `pages` are held by cursors, `cached_pages` by prompts alone; `peak_pages` counts both.
         Seconds overlap: `open`, `extend` and `step` contain what they run.
         """
-        counters, tree = self.counters, self._tree
-        cached = self._prompts.num_evictable_pages()
+        tree, cached = self._tree, self._prompts.num_evictable_pages()
         return {
-            **{name: getattr(counters, name) for name in _COUNTED},
+            **self.counters.report(),
             "pages": tree.pages.num_held - cached,
             "cached_pages": cached,
             "peak_pages": max(self._peaks[0], tree.pages.peak),
@@ -368,9 +349,6 @@ class Engine:
             "peak_slots": max(self._peaks[1], tree.states.peak),
             "evicted_states": self._evicted_states + tree.states.evicted,
             "cursors": len(self._primitives.cursors),
-            "hit_rate": counters.hit_rate,
-            "bytes_copied": dict(counters.bytes_copied),
-            "seconds": dict(counters.seconds),
         }
 
     def check_integrity(self) -> None:
@@ -391,13 +369,7 @@ class Engine:
     # Inside
 
     def _start_empty(self) -> None:
-        """Make the host side of empty pools."""
-        if hasattr(self, "_tree"):
-            self._peaks = (
-                max(self._peaks[0], self._tree.pages.peak),
-                max(self._peaks[1], self._tree.states.peak),
-            )
-            self._evicted_states += self._tree.states.evicted
+        """Make the host side of empty pools; the memory stays as it is."""
         self._tree = Tree(self.num_pages, self.page_size, self.num_states)
         self._prompts = PromptCache(self._tree, any_token=not self.spec.is_hybrid)
         self._primitives = Primitives(self._tree, self.max_snapshots)
@@ -411,79 +383,9 @@ class Engine:
         )
         self._scheduler = Scheduler(self._runner, self._primitives, lambda: self._epoch)
 
-    def _step(self) -> list[tuple[Finished, BaseException | None]]:
-        if not self._scheduler.has_work:
-            return []
-        with self.counters.timed("step"), self._runner.evaluating():
-            return self._scheduler.step()
-
-    def _grow(self, tail: Node | None, tokens: list[int], pending: Any, position: int) -> Node:
-        """Grow one node by all of `tokens`; it is held once."""
-        growth = self._runner.begin(tail, pending, position, self._epoch, num_tokens=len(tokens))
-        chunk = self._runner.prefill_chunk
-        try:
-            for lo in range(0, len(tokens), chunk):
-                self._runner.prefill(growth, tokens[lo : lo + chunk])
-        except BaseException:
-            self._runner.abort(growth)
-            raise
-        return self._runner.finish(growth)
-
-    def _grow_prompt(self, tail: Node | None, prompt: list[int]) -> Node:
-        """Go on from a known prefix of a prompt, chunk by chunk on one grid for all prompts.
-
-        Every chunk's end becomes a boundary that later prompts can start from.
-        """
-        known = 0 if tail is None else tail.num_tokens
-        if known == len(prompt):
-            assert tail is not None
-            self._prompts.keep_if_new(prompt, tail)
-            return tail
-        last = None if tail is None else tail.ranges[-1]
-        self._prompts.make_room(self._tree.pages.needed(last, len(prompt) - known))
-        chunk = self._runner.prefill_chunk
-        node = tail
-        while known < len(prompt):
-            stop = min(len(prompt), (known // chunk + 1) * chunk)
-            position = 0 if node is None else node.end
-            grown = self._grow(node, prompt[known:stop], (), position)
-            self._prompts.keep(prompt[:stop], grown)
-            if node is not None and node is not tail:
-                self._tree.drop(node)
-            node, known = grown, stop
-        assert node is not None
-        return node
-
     def _usable(self, cursor: Cursor, *, idle: bool = False) -> None:
         check_usable(cursor, self, self._epoch, idle=idle)
 
     def _check_awake(self) -> None:
         if not self._memory.allocated:
             raise ConfigError("the engine sleeps and holds no memory: call engine.wake() first")
-
-    def _tokens(self, tokens: Sequence[int], *, at_least: int = 0) -> list[int]:
-        ids = [int(token) for token in tokens]
-        if len(ids) < at_least:
-            raise ConfigError(f"{len(ids)} tokens: give at least {at_least}")
-        if ids and not 0 <= min(ids) <= max(ids) < self.spec.vocab_size:
-            raise ConfigError(
-                f"token ids {min(ids)}..{max(ids)}: must lie in 0..{self.spec.vocab_size - 1}; "
-                "encode with the model's own tokenizer"
-            )
-        return ids
-
-
-_COUNTED = (
-    "prefilled",
-    "reused",
-    "re_prefilled",
-    "decoded",
-    "replayed",
-    "decode_steps",
-    "prefill_passes",
-    "turns",
-    "opens",
-    "forks",
-    "mounts",
-    "rewinds",
-)

@@ -9,12 +9,13 @@ their own. Nothing is ever copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from octopus_trl.errors import ConfigError, IntegrityError, PagesExhausted
+from octopus_trl.errors import IntegrityError, PagesExhausted
 
 Slots = npt.NDArray[np.int64]
 
@@ -37,9 +38,6 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name}={value!r}: must be an integer of at least 1")
         self.num_pages, self.page_size = num_pages, page_size
         self.refs = np.zeros(num_pages, dtype=np.int32)
         self.fill = np.zeros(num_pages, dtype=np.int32)
@@ -155,7 +153,7 @@ class PagePool:
             raise IntegrityError(f"page {page} counts {self.refs[page]} holders, has {refs[page]}")
         for page, held in spans.items():
             held.sort()
-            if any(first[1] > second[0] for first, second in zip(held, held[1:])):
+            if any(first[1] > second[0] for first, second in pairwise(held)):
                 raise IntegrityError(f"page {page}: ranges {held} overlap")
         if self.fill.max() > self.page_size or self.fill[self.refs == 0].any():
             raise IntegrityError("a free page has a fill mark, or a mark exceeds the page size")

@@ -14,7 +14,7 @@ REMEMBERED = 4096  # evicted prompts whose return is counted as prefilled again
 
 
 class PromptCache:
-    """Boundaries of opened prompts, by their tokens.
+    """Boundaries of opened prompts, by their tokens; each is held and its state wanted.
 
     Args:
         any_token: a prompt may be shared up to any token, not only up to a stored boundary; true
@@ -40,17 +40,14 @@ class PromptCache:
         return longest.value if longest else None
 
     def keep(self, tokens: Sequence[int], node: Node) -> None:
-        """Keep a boundary that ends a prefix of a prompt."""
+        """Keep a boundary that ends a prefix of a prompt, unless one is kept there already."""
+        longest = self._radix.longest(tokens)
+        if longest is not None and longest.length == len(tokens):
+            return
         self._radix.insert(tokens, node)
         self._tree.hold(node)
         self._tree.pin(node)
         self._evicted.pop(_digest(tokens, len(tokens)), None)
-
-    def keep_if_new(self, tokens: Sequence[int], node: Node) -> None:
-        """Keep a boundary that a cut made, unless one ends there already."""
-        longest = self._radix.longest(tokens)
-        if longest is None or longest.length < len(tokens):
-            self.keep(tokens, node)
 
     def num_lost(self, tokens: Sequence[int], known: int) -> int:
         """Count the tokens after the first `known` that were kept once and evicted."""
@@ -79,11 +76,9 @@ class PromptCache:
             hint = "close cursors, shorten the context or raise num_pages"
             raise PagesExhausted(needed, free, evictable, hint)
         while self._tree.pages.num_free < needed:
-            unused = (entry for entry in self._radix.entries() if entry.value.refs == 1)
-            entry = next(unused, None)
-            # A cursor may stand below: then the entry frees nothing by itself, but what it keeps
-            # from being released can only be reached through entries above it.
-            self._drop(entry or self._radix.entries()[0])
+            # What is deepest among the nodes that only prompts hold is held by its entry alone.
+            entries = self._radix.entries()
+            self._drop(next(entry for entry in entries if entry.value.refs == 1))
 
     def clear(self) -> None:
         """Drop every kept prompt."""

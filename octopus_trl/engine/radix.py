@@ -87,18 +87,15 @@ class RadixTree(Generic[V]):
 
     def overlap(self, tokens: Sequence[int]) -> tuple[int, Entry[V] | None]:
         """Give the longest common prefix of `tokens` with any stored key, and one such entry."""
-        key = tuple(tokens)
-        node, length, path = self._root, 0, []
-        for node, length in self._descend(key, whole=False):
-            if node.entry:
-                path.append(node.entry)
-        self._use([entry for entry in path if entry.length <= length])
-        while node.entry is None:
-            if not node.children:
-                return 0, None
-            node = next(iter(node.children.values()))
-        self._use([node.entry])
-        return length, node.entry
+        path = list(self._descend(tuple(tokens), whole=False))
+        if not path:
+            return 0, None
+        below, length = path[-1]
+        while below.entry is None:  # every leaf has one
+            below = next(iter(below.children.values()))
+        above = [node.entry for node, _ in path if node.entry]
+        self._use([*(entry for entry in above if entry.length <= length), below.entry])
+        return length, below.entry
 
     def entries(self) -> list[Entry[V]]:
         """List all entries, least recently used first; of equals the longest first."""

@@ -19,7 +19,7 @@ from octopus_trl.engine.cursor import Mount, Node, visible
 from octopus_trl.engine.pages import Range, Slots
 from octopus_trl.engine.states import ZERO_SLOT
 from octopus_trl.engine.tree import Tree
-from octopus_trl.errors import IntegrityError, StatesExhausted
+from octopus_trl.errors import StatesExhausted
 from octopus_trl.models import unwrap
 from octopus_trl.models.paged import PagedMemory, run_paged
 
@@ -114,6 +114,28 @@ class Runner:
             if tail is not None:
                 tail.readers += 1
         return growth
+
+    def grow(
+        self,
+        tail: Node | None,
+        tokens: Sequence[int],
+        mounts: tuple[Mount, ...],
+        position: int,
+        epoch: int,
+    ) -> Node:
+        """Grow one node by all of `tokens`; it is held once.
+
+        Raises:
+            PagesExhausted, StatesExhausted: too little room; nothing was changed.
+        """
+        growth = self.begin(tail, mounts, position, epoch, num_tokens=len(tokens))
+        try:
+            for lo in range(0, len(tokens), self.prefill_chunk):
+                self.prefill(growth, tokens[lo : lo + self.prefill_chunk])
+        except BaseException:
+            self.abort(growth)
+            raise
+        return self.finish(growth)
 
     def prefill(self, growth: Growth, tokens: Sequence[int]) -> None:
         """Feed at most `prefill_chunk` tokens to a growing node in one pass."""
@@ -300,7 +322,7 @@ class Runner:
 
 
 def _without_data_parallel(model: nn.Module) -> nn.Module:
-    """Go under DDP and DeepSpeed wrappers, whose forward may wait for other ranks; adapters stay."""
+    """Go under wrappers whose forward may wait for other ranks; adapters stay."""
     while type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
         model = model.module  # type: ignore[assignment]
     return model

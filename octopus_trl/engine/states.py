@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from octopus_trl.errors import ConfigError, IntegrityError, StatesExhausted
+from octopus_trl.errors import IntegrityError, StatesExhausted
 
 ZERO_SLOT = 0
 
@@ -34,8 +34,6 @@ class StatePool:
     """
 
     def __init__(self, num_slots: int, rank: Callable[[Any], int | None]) -> None:
-        if not isinstance(num_slots, int) or isinstance(num_slots, bool) or num_slots < 0:
-            raise ConfigError(f"num_states={num_slots!r}: must be an integer of at least 0")
         self.num_slots = num_slots
         self.peak = 0
         self.evicted = 0

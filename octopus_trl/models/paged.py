@@ -109,12 +109,10 @@ class SeenSlots:
     """Slots that rows read, apart from the pass's own rows.
 
     Attributes:
-        index: [L] int64; for a decode pass those of its rows one after another.
-        bounds: for a decode pass, where each row's slots begin, and L at the end.
+        rows: [L] int64 each; one for all rows of a prefill pass, one a row of a decode pass.
     """
 
-    index: Tensor
-    bounds: tuple[int, ...] = ()
+    rows: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -172,11 +170,24 @@ class PagedContext:
             write(values, values=v[:rows], slots=self.write_slots)
         seen = self.seen if layer in memory.spec.mount_layers else self.tree_seen
         gather = select("gather_slots", k.device)
-        far_k, far_v = gather(keys, slots=seen.index), gather(values, slots=seen.index)
-        if self.decode:
-            return _attend_rows(q, far_k, far_v, seen.bounds, scale)
-        mask = self._mask(len(seen.index), len(q))
-        return _attend_causally(q, torch.cat([far_k, k]), torch.cat([far_v, v]), mask, scale)
+        if not self.decode:
+            (index,) = seen.rows
+            k = torch.cat([gather(keys, slots=index), k])
+            v = torch.cat([gather(values, slots=index), v])
+            return _attend_causally(q, k, v, self._mask(len(index), len(q)), scale)
+        # One row at a time, with exactly its keys: a padded batch would round by its longest row,
+        # and what one row gathers stays in the cache for its product.
+        heads, kv_heads = q.shape[1], k.shape[1]
+        grouped = q.reshape(len(q), 1, kv_heads, heads // kv_heads, -1)
+        out = torch.zeros_like(grouped)
+        for row, index in enumerate(seen.rows):
+            out[row] = F.scaled_dot_product_attention(
+                grouped[row],
+                gather(keys, slots=index).transpose(0, 1)[None],
+                gather(values, slots=index).transpose(0, 1)[None],
+                scale=scale,
+            )
+        return out.reshape(q.shape)
 
     def carry(self, layer: int, tail_dtype: torch.dtype) -> PagedCarry:
         """Read and write one recurrent layer's slots."""
@@ -235,25 +246,6 @@ def run_paged(model: nn.Module, context: Any) -> Hidden:
     if not context.memory.allocated:
         raise ConfigError("the pools hold no memory: call engine.wake() first")
     return model(octopus=context).hidden
-
-
-def _attend_rows(
-    q: Queries, k: Keys, v: Values, bounds: Sequence[int], scale: float
-) -> Queries:  # fmt: skip
-    """Attend from each row to its own stretch of keys; rows without one give 0.
-
-    One call a row, with exactly its keys: a padded batch would round by its longest row. The query
-    heads that share a KV head are the rows of one small product.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    grouped = q.reshape(len(q), 1, kv_heads, heads // kv_heads, q.shape[2])
-    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, KV, L, D]
-    out = torch.zeros_like(grouped)
-    for row, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        out[row] = F.scaled_dot_product_attention(
-            grouped[row], k[:, :, lo:hi], v[:, :, lo:hi], scale=scale
-        )
-    return out.reshape(q.shape)
 
 
 def _attend_causally(q: Queries, k: Keys, v: Values, mask: Tensor, scale: float) -> Queries:

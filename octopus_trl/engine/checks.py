@@ -1,0 +1,65 @@
+"""What the engine refuses before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from octopus_trl.engine.cursor import Cursor
+from octopus_trl.errors import ClosedCursor, ConfigError, StaleVersion
+
+
+def check_at_least(least: int, **values: int | None) -> None:
+    """Refuse a setting that is not an integer of at least `least`; None stands for unset.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name, value in values.items():
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, *, at_least: int = 0) -> list[int]:
+    """Give token ids as plain integers.
+
+    Raises:
+        ConfigError: too few, or one outside the vocabulary.
+    """
+    ids = [int(token) for token in tokens]
+    if len(ids) < at_least:
+        raise ConfigError(f"{len(ids)} tokens: give at least {at_least}")
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ConfigError(
+            f"token ids {min(ids)}..{max(ids)}: must lie in 0..{vocab_size - 1}; encode with the "
+            "model's own tokenizer"
+        )
+    return ids
+
+
+def check_usable(cursor: Any, engine: Any, epoch: int, *, idle: bool = False) -> None:
+    """Refuse a cursor that `engine` cannot work with now.
+
+    Args:
+        epoch: the engine's present one.
+        idle: refuse one whose turn is running too.
+    Raises:
+        ConfigError: not a cursor of this engine, or busy.
+        ClosedCursor: it was closed.
+        StaleVersion: it was made with other weights, or the pools were given back since.
+    """
+    if not isinstance(cursor, Cursor):
+        raise ConfigError(f"{cursor!r} is no cursor: take one from engine.open or engine.fork")
+    if cursor._engine is not engine:
+        raise ConfigError(f"{cursor!r} belongs to another engine: use it with the one that made it")
+    if cursor._closed:
+        raise ClosedCursor(f"{cursor!r} was closed: fork it before closing to keep its place")
+    if cursor._tail.epoch != epoch:
+        raise StaleVersion(
+            f"{cursor!r} was made before the weights changed or the pools were given back: close "
+            "it and open its tokens again"
+        )
+    if idle and cursor._turn is not None:
+        raise ConfigError(f"{cursor!r} is in turn {cursor._turn}: step until it ends, or cancel it")
