@@ -23,6 +23,7 @@ ANSWERS = import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)
 KEY := $(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum | cut -d' ' -f1)
 READY := $(VENV)/.ready-$(KEY)
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check
 
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
@@ -38,11 +39,12 @@ setup: $(READY)
 
 $(READY):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 to 3.13 with venv found; fix: install one or give PYTHON=path"; exit 1; }
-	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(if $(HAS_GPU),,index=; $(BIN)/python -c "$(ANSWERS)" $(CPU_INDEX)/ 2>/dev/null \
+	@echo "making $(VENV) with $(PYTHON): a few minutes, once"
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(if $(HAS_GPU),,index=; $(BIN)/python -c "$(ANSWERS)" $(CPU_INDEX)/ 2>/dev/null \
 	    && index="--extra-index-url $(CPU_INDEX)"; \
-	    $(BIN)/python -m pip install -q $$index "$(CPU_TORCH)")
-	$(BIN)/python -m pip install -q -e ".[$(EXTRAS)]"
+	    $(PIP) $$index "$(CPU_TORCH)")
+	@$(PIP) -e ".[$(EXTRAS)]"
 	@rm -f $(VENV)/.ready-*
 	@touch $@
 
