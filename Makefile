@@ -49,7 +49,7 @@ $(READY):
 	@touch $@
 
 demo: $(READY)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python scripts/demo.py
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python scripts/demo.py $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses=8 $(ARGS)
