@@ -20,6 +20,7 @@ from octopus_trl.errors import ConfigError
 # operation -> module of that name in `maths`, and whether `kernels` has a fast version of it
 _OPERATIONS = {
     "causal_conv": ("conv", True),
+    "causal_conv_step": ("conv", False),
     "gated_delta_rule": ("delta_rule", True),
     "gated_delta_step": ("delta_rule", True),
     "dag_attention": ("attention", True),

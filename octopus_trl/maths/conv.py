@@ -73,6 +73,34 @@ def causal_conv(
     return F.silu(y).to(x.dtype), new_tail
 
 
+def causal_conv_step(
+    x: Tensor, *, weight: Tensor, bias: Tensor | None, tail: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Convolve one more row of every run and apply SiLU (README.md, Eq. 1).
+
+    Equal to `causal_conv` on runs of one row, bit by bit, at a fifth of the operations.
+
+    Args:
+        x: [R, C] the next input of each run.
+        weight: [C, W], the last tap multiplies x.
+        bias: [C] or None.
+        tail: [R, C, W - 1] the inputs before, oldest first.
+
+    Returns:
+        y [R, C] in the dtype of x (computed in float32, or float64 when x is float64), and the new
+        tail [R, C, W - 1] in the dtype of ``tail``.
+    """
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    taps = weight.to(dtype).unbind(1)
+    y = x.to(dtype) * taps[-1]
+    for before, tap in zip(reversed(tail.to(dtype).unbind(2)), reversed(taps[:-1]), strict=True):
+        y = torch.addcmul(y, before, tap)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    new_tail = torch.cat([tail, x.to(tail.dtype)[..., None]], dim=-1)[..., 1:]
+    return F.silu(y).to(x.dtype), new_tail
+
+
 class _DepthwiseTaps(torch.autograd.Function):
     """``y[t] = sum_s weight[:, W - 1 - s] * x[t - s]`` with zeros before row 0, block by block.
 

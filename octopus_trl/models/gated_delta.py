@@ -38,8 +38,6 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
             return super().forward(
                 hidden_states, cache=cache, attention_mask=attention_mask, **kwargs
             )
-        device = hidden_states.device
-        conv = select("causal_conv", device)
         mixed = self.in_proj_qkv(hidden_states)[0]
         z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
         beta = self.in_proj_b(hidden_states)[0].sigmoid()
@@ -51,19 +49,22 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
         outs: list[Tensor] = []
         for index, level in enumerate(octopus.levels):
             tail, state = carry.load(index)
-            x, tail = conv(
-                mixed[level.lo : level.hi],
-                weight=weight,
-                bias=self.conv1d.bias,
-                tail=tail,
-                cu_seqlens=level.cu_seqlens,
-            )
+            x, tail = self._conv(mixed[level.lo : level.hi], weight, tail, level)
             out, state = self._delta(x, g, beta, state, level)
             carry.store(index, tail, state)
             outs.append(out)
         core = outs[0] if len(outs) == 1 else torch.cat(outs)
         core = self.norm(core.reshape(-1, self.head_v_dim), z)
         return self.out_proj(core.reshape(1, hidden_states.shape[1], -1))
+
+    def _conv(self, x: Tensor, weight: Tensor, tail: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+        """Convolve the rows of one level; x is [T', C]."""
+        bias = self.conv1d.bias
+        if level.single:
+            step = select("causal_conv_step", x.device)
+            return step(x, weight=weight, bias=bias, tail=tail)
+        conv = select("causal_conv", x.device)
+        return conv(x, weight=weight, bias=bias, tail=tail, cu_seqlens=level.cu_seqlens)
 
     def _delta(
         self, x: Tensor, g: Tensor, beta: Tensor, state: Tensor, level: Any

@@ -8,7 +8,7 @@ either per row, or of a shape that the width alone decides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,12 +141,15 @@ class PagedContext:
     decode: bool
     levels: list[LevelRows] = field(init=False)
     _masks: dict[int, Tensor] = field(default_factory=dict)
+    _write: Callable[..., None] = field(init=False)
+    _gather: Callable[..., Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         rows, device = len(self.tokens), self.tokens.device
         step = 1 if self.decode else rows
         bounds = torch.arange(0, rows + 1, step, dtype=torch.int64, device=device)
         self.levels = [LevelRows(0, rows, bounds, self.decode or rows == 1)]
+        self._write, self._gather = select("write_slots", device), select("gather_slots", device)
 
     @property
     def input_ids(self) -> Tensor:
@@ -165,29 +168,30 @@ class PagedContext:
         k, v = k.to(memory.dtype), v.to(memory.dtype)
         if self.write_slots is not None:
             rows = len(self.write_slots)
-            write = select("write_slots", k.device)
-            write(keys, values=k[:rows], slots=self.write_slots)
-            write(values, values=v[:rows], slots=self.write_slots)
+            self._write(keys, values=k[:rows], slots=self.write_slots)
+            self._write(values, values=v[:rows], slots=self.write_slots)
         seen = self.seen if layer in memory.spec.mount_layers else self.tree_seen
-        gather = select("gather_slots", k.device)
         if not self.decode:
             (index,) = seen.rows
-            k = torch.cat([gather(keys, slots=index), k])
-            v = torch.cat([gather(values, slots=index), v])
+            k = torch.cat([self._gather(keys, slots=index), k])
+            v = torch.cat([self._gather(values, slots=index), v])
             return _attend_causally(q, k, v, self._mask(len(index), len(q)), scale)
         # One row at a time, with exactly its keys: a padded batch would round by its longest row,
-        # and what one row gathers stays in the cache for its product.
+        # and what one row gathers stays in the cache for its product. The query heads that share a
+        # KV head are the rows of that product.
         heads, kv_heads = q.shape[1], k.shape[1]
         grouped = q.reshape(len(q), 1, kv_heads, heads // kv_heads, -1)
-        out = torch.zeros_like(grouped)
-        for row, index in enumerate(seen.rows):
-            out[row] = F.scaled_dot_product_attention(
-                grouped[row],
-                gather(keys, slots=index).transpose(0, 1)[None],
-                gather(values, slots=index).transpose(0, 1)[None],
+        outs = [
+            F.scaled_dot_product_attention(
+                query,
+                self._gather(keys, slots=index)[None].transpose(1, 2),
+                self._gather(values, slots=index)[None].transpose(1, 2),
                 scale=scale,
             )
-        return out.reshape(q.shape)
+            for query, index in zip(grouped.unbind(), seen.rows)
+        ]
+        outs.append(torch.zeros_like(grouped[len(outs) :, 0]))  # padding
+        return torch.cat(outs).reshape(q.shape)
 
     def carry(self, layer: int, tail_dtype: torch.dtype) -> PagedCarry:
         """Read and write one recurrent layer's slots."""
