@@ -126,7 +126,7 @@ def test_equal_prompts_share_pages_and_differ_in_nothing(name: str) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("width", [1, 16])
 def test_what_a_cursor_samples_does_not_depend_on_the_batch_around_it(
     name: str, width: int
 ) -> None:

@@ -399,7 +399,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(place=st.sampled_from(_places(small())), junk=JUNK)
 def test_any_value_anywhere_gives_a_sound_trace_or_a_trace_error(
     place: tuple[Any, ...], junk: Any
@@ -419,7 +419,7 @@ def test_any_value_anywhere_gives_a_sound_trace_or_a_trace_error(
         trace.linearize(segment.id)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_no_moved_start_edge_or_owner_slips_through_unless_it_is_consistent(
     seed: int, data: st.DataObject

@@ -63,7 +63,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(PC_18)
 @example(MESH)
 @given(dags())
@@ -82,7 +82,7 @@ def test_ancestors_mounts_and_visibility_equal_the_closure(shape: Dag) -> None:
         assert not sees[segment, segment:].any()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dags())
 def test_a_segment_starts_past_its_parent_and_everything_it_reads(shape: Dag) -> None:
     parents, mounts, lengths = shape
@@ -102,7 +102,7 @@ def test_a_reader_at_2000_that_mounts_1500_to_4000_goes_on_at_4001() -> None:
     assert starts == [0, 1500, 1500, 4001]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(dags())
 def test_runs_are_chains_without_a_branch_inside_and_levels_count_branch_points(shape: Dag) -> None:
     parents, _, _ = shape
@@ -120,7 +120,7 @@ def test_runs_are_chains_without_a_branch_inside_and_levels_count_branch_points(
         assert level[index] == len(branches)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(PC_18)
 @given(dags())
 def test_a_layout_holds_each_token_once_with_whole_runs_in_levels(shape: Dag) -> None:
@@ -173,7 +173,7 @@ def by_definition(shape: Dag, layout: dag.Layout) -> tuple[np.ndarray, np.ndarra
     return tree, far & ~tree
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @example(PC_18)
 @example(MESH)
 @given(dags())
@@ -205,7 +205,7 @@ def test_the_attention_plan_shows_each_row_what_the_definitions_show_it(shape: D
         np.testing.assert_array_equal(plan.mounted[at[:, None], at[None, :]], reads)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(dags())
 def test_a_token_is_predicted_by_the_token_before_it_on_its_chain(shape: Dag) -> None:
     parents, mounts, lengths = shape

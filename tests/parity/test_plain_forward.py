@@ -51,7 +51,7 @@ def scores(model: Any) -> Tensor:
 
 
 @EACH
-@pytest.mark.parametrize("length", [1, 3, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 65, 130])
 def test_a_plain_forward_gives_what_it_gave(name: str, length: int) -> None:
     stock, ours = both(name)
     ids = tokens(2, length)
