@@ -32,8 +32,14 @@ EPISODE_MEANS = tuple(
 )
 # Counters of the engine that a step reports as what this generation added to them.
 ENGINE_COUNTERS = ("prefilled", "reused", "replayed", "re_prefilled", "decoded")
-ENGINE_SUMS = tuple(f"engine/{name}" for name in ENGINE_COUNTERS)
-GENERATION_MEANS = (*EPISODE_MEANS, *ENGINE_SUMS, "engine/hit_rate", "packing/dedup_ratio")
+ENGINE_SUMS = tuple(f"engine/{name}" for name in (*ENGINE_COUNTERS, "bytes_copied"))
+GENERATION_MEANS = (
+    *EPISODE_MEANS,
+    *ENGINE_SUMS,
+    "engine/hit_rate",
+    "packing/dedup_ratio",
+    "packing/shared_tokens",
+)
 GENERATION_PEAKS = ("engine/peak_pages",)
 
 
@@ -69,7 +75,9 @@ def measure_episodes(meter: Meter, traces: Sequence[Trace]) -> None:
         }
         for name, value in figures.items():
             meter.add(f"episode/{name}", value, 1)
-        meter.add("packing/dedup_ratio", logical_tokens(trace), sum(trace.lengths))
+        logical = logical_tokens(trace)
+        meter.add("packing/dedup_ratio", logical, sum(trace.lengths))
+        meter.add("packing/shared_tokens", logical - sum(trace.lengths), 1)
 
 
 def measure_engine(meter: Meter, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -77,6 +85,8 @@ def measure_engine(meter: Meter, before: Mapping[str, Any], after: Mapping[str, 
     grown = {name: after[name] - before[name] for name in ENGINE_COUNTERS}
     for name, value in grown.items():
         meter.add(f"engine/{name}", value, 1)
+    copied = sum(after["bytes_copied"].values()) - sum(before["bytes_copied"].values())
+    meter.add("engine/bytes_copied", copied, 1)
     given = grown["reused"] + grown["prefilled"] + grown["re_prefilled"]
     meter.add("engine/hit_rate", grown["reused"], given)
     meter.peak("engine/peak_pages", after["peak_pages"])

@@ -208,7 +208,7 @@ def _owned_tokens(packed: PackedRow, index: int, trace: Trace) -> list[npt.NDArr
     """Gather rows, targets, sampling log-probs, place and after-rewind of one tree's tokens."""
     rewound = rewound_segments(trace)
     after = _after_rewind(trace)
-    reads = dag.mounted_matrix(trace.parents, trace.mounts).any(axis=1)
+    reads = np.asarray(dag.mounted_matrix(trace.parents, trace.mounts).any(axis=1))
     columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
     for segment in trace.segments:
         if segment.kind != "action":

@@ -37,7 +37,12 @@ def run(out: Path, case: str, world: int) -> dict[str, Any]:
         **CASES[case]["settings"],
     )
     pack = trainer._rows
-    trainer._rows = lambda trees: rows.append(found := pack(trees)) or found  # type: ignore[method-assign]
+
+    def pack_and_keep(trees: Any) -> Any:
+        rows.append(pack(trees))
+        return rows[-1]
+
+    trainer._rows = pack_and_keep  # type: ignore[method-assign]
     with replayed(sizes=CASES[case]["sizes"]):
         trainer.train()
     owned = [int(row.num_owned.sum()) for each in rows for row in each]

@@ -115,7 +115,8 @@ def test_training_samples_by_temperature_alone_and_evaluation_by_its_own_fields(
 
 @pytest.mark.parametrize("given", ["3,7", [3, 7], ["3", "7"]])
 def test_mount_layers_are_read_from_text_and_lists(given: Any) -> None:
-    assert config(mount_layers=given).mount_layers == [3, 7]
+    found: Any = config(mount_layers=given).mount_layers
+    assert found == [3, 7]
 
 
 def test_own_fields_have_text_unit_and_symbol() -> None:

@@ -1,0 +1,233 @@
+"""Train a branching agent with GRPO: one recipe is one run.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml \\
+        scripts/train.py --config recipes/tiny-hybrid/grpo/config_cpu.yaml
+
+Every field of the recipe can be given on the command line; an unknown one is an error. Ctrl-C
+finishes the step and saves; `--resume_from_checkpoint true` goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from octopus_trl.agent.corpus import read_questions
+from octopus_trl.agent.reward import exact_match
+from octopus_trl.agent.search import Bm25Backend, token_ends
+from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.eval.seal_join_backend import is_world, load_world
+from octopus_trl.train.checkpoint import last_checkpoint
+from octopus_trl.train.config import OctopusGRPOConfig
+from octopus_trl.train.interrupt import StopGracefully
+from octopus_trl.train.progress import ShowProgress
+from octopus_trl.train.trainer import OctopusGRPOTrainer
+from octopus_trl.train.weights import say
+
+
+@dataclass
+class OctopusScriptArguments:
+    """Where questions and pages come from."""
+
+    data: str = field(
+        default="data/seal_join",
+        metadata={"help": "Folder with corpus.jsonl and questions.jsonl, or a seal join world."},
+    )
+    train_file: str | None = field(
+        default=None,
+        metadata={"help": "Questions in that folder. A world makes its own where none is named."},
+    )
+    eval_file: str | None = field(
+        default=None, metadata={"help": "Held-out questions in that folder."}
+    )
+    arms: list[str] = field(
+        default_factory=lambda: ["late"],
+        metadata={"help": "Of a world: early (class in the question), late (class on a page)."},
+    )
+    branches: list[int] = field(
+        default_factory=lambda: [2], metadata={"help": "Of a world: places that a question joins."}
+    )
+    num_train_questions: int | None = field(
+        default=None, metadata={"help": "Questions to train on; a world makes 1,600 by default."}
+    )
+    num_eval_questions: int | None = field(
+        default=None, metadata={"help": "Held-out questions; a world makes none by default."}
+    )
+    k1: float = field(default=0.9, metadata={"help": "BM25: saturation of term counts."})
+    b: float = field(default=0.4, metadata={"help": "BM25: weight of document length."})
+    snippet_tokens: int = field(
+        default=0, metadata={"help": "Tokens of a hit's snippet; 0 shows titles alone."}
+    )
+
+
+def main() -> None:
+    """Parse a recipe, train, save."""
+    # Both libraries announce the renames of their next major version at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+    script, args, model_args = parse()
+    name = model_args.model_name_or_path
+    if name is None:
+        raise ConfigError("model_name_or_path is not set: name a folder or a hub model")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=model_args.model_revision)
+    corpus = open_corpus(script, args, tokenizer)
+    train, held_out = load_questions(script, corpus)
+    args.disable_tqdm = True
+    trainer = OctopusGRPOTrainer(
+        load_model(model_args),
+        reward_funcs=exact_match,
+        args=args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        tools=corpus,
+        peft_config=get_peft_config(model_args),
+    )
+    progress, stop = ShowProgress(), StopGracefully(trainer.accelerator)
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    trainer.add_callback(progress)
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    finally:
+        progress.close()
+        stop.release()
+    finish(trainer, stopped=stop.stopped)
+
+
+def parse() -> tuple[OctopusScriptArguments, OctopusGRPOConfig, ModelConfig]:
+    """Read recipe and command line.
+
+    Raises:
+        ConfigError: the recipe cannot be read, or has a key that no one reads.
+    """
+    parser = TrlParser((OctopusScriptArguments, OctopusGRPOConfig, ModelConfig))
+    try:
+        parsed: Any = parser.parse_args_and_config()
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"--config {error.filename}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(explain(str(error), parser)) from None
+    return parsed
+
+
+def explain(message: str, parser: TrlParser) -> str:
+    """Add to a parser's message about unknown keys which known ones they resemble."""
+    if "Unknown arguments" not in message:
+        return message
+    known = [action.dest for action in parser._actions]
+    unknown = [part.strip("'[],") for part in message.split() if part.strip("'[").startswith("--")]
+    hints = []
+    for name in unknown:
+        key = name.removeprefix("--")
+        close = get_close_matches(key, known, n=1)
+        hints.append(f"{key}" + (f" (did you mean {close[0]}?)" if close else ""))
+    return f"the recipe has unknown keys: {', '.join(hints)}"
+
+
+def load_model(model_args: ModelConfig) -> Any:
+    """Load the text model of a checkpoint as an instance, so that TRL does not guess a class."""
+    options: dict[str, Any] = {"dtype": model_args.dtype, "revision": model_args.model_revision}
+    if model_args.attn_implementation is not None:
+        options["attn_implementation"] = model_args.attn_implementation
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **options)
+    except OSError as error:
+        raise ConfigError(
+            f"model_name_or_path={model_args.model_name_or_path}: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def open_corpus(script: OctopusScriptArguments, args: OctopusGRPOConfig, tokenizer: Any) -> Any:
+    """Open what `search` and `open` read."""
+    ranking: dict[str, Any] = {
+        "k1": script.k1,
+        "b": script.b,
+        "snippet_tokens": script.snippet_tokens,
+    }
+    if is_world(script.data):
+        return load_world(script.data, **ranking)
+    measure = {"ends": token_ends(tokenizer), "page_tokens": args.page_tokens}
+    return Bm25Backend.from_folder(script.data, **ranking, **measure)
+
+
+def load_questions(
+    script: OctopusScriptArguments, corpus: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Read or make the questions to train on and those held out."""
+    folder = Path(script.data)
+    world = corpus.world if is_world(script.data) else None
+    sets: list[list[dict[str, Any]] | None] = []
+    for split, file, count in (
+        ("train", script.train_file, script.num_train_questions),
+        ("test", script.eval_file, script.num_eval_questions),
+    ):
+        if file is not None:
+            sets.append(read_questions(folder / file)[:count])
+        elif world is not None and (split == "train" or count):
+            arms, branches = tuple(script.arms), tuple(script.branches)
+            wanted = 1600 if count is None else count
+            sets.append(world.questions(split, wanted, arms=arms, branches=branches))
+        elif split == "train":
+            sets.append(read_questions(folder)[:count])
+        else:
+            sets.append(None)
+    train, held_out = sets
+    assert train is not None, "the first split always has questions"
+    return train, held_out
+
+
+def finish(trainer: OctopusGRPOTrainer, *, stopped: bool) -> None:
+    """Save what a run ends with and say where it is."""
+    folder = trainer.args.output_dir
+    if stopped:
+        if trainer.accelerator.is_main_process:
+            say(
+                f"stopped at step {trainer.state.global_step}; kept {last_checkpoint(folder)}; go "
+                "on with --resume_from_checkpoint true"
+            )
+        return
+    trainer.save_model(folder)
+    trainer.save_state()
+    if trainer.args.push_to_hub:
+        try:
+            trainer.push_to_hub()
+        except Exception as error:  # noqa: BLE001 - a failed push never fails a run
+            say(f"push failed, the run is saved in {folder}: {type(error).__name__}: {error}")
+    if trainer.accelerator.is_main_process:
+        say(f"saved {folder}; traces in {folder}/traces")
+
+
+def kept(argv: list[str]) -> str:
+    """Say what an interrupted run leaves on disk, from its own arguments."""
+    folder = next((argv[at + 1] for at, arg in enumerate(argv[:-1]) if arg == "--output_dir"), None)
+    if folder is None and "--config" in argv:
+        import yaml
+
+        recipe = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text())
+        folder = recipe.get("output_dir")
+    last = last_checkpoint(folder) if folder else None
+    if last is None:
+        return "no checkpoint yet; traces of finished steps are kept"
+    return f"kept {last} and the traces; go on with --resume_from_checkpoint true"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OctopusError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say(f"interrupted; {kept(sys.argv)}")
+        sys.exit(130)

@@ -1,0 +1,143 @@
+"""`scripts/train.py`, its recipes and the settings' table."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from octopus_trl.errors import ConfigError
+from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
+from octopus_trl.train.config_table import DOCUMENT, render
+from octopus_trl.train.progress import clock, shown
+from tests.tiny import tiny_hybrid
+from tests.train.runs import tokenizer
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes/tiny-hybrid/grpo").glob("*.yaml"))
+SCRIPT = runpy.run_path(str(ROOT / "scripts/train.py"))
+FAST = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "max_steps": 1,
+    "num_generations": 2,
+    "per_device_train_batch_size": 2,
+    "max_turns": 2,
+    "max_new_tokens": 4,
+    "num_pages": 400,
+    "num_states": 16,
+    "window": 1024,
+    "save_strategy": "no",
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    page = {"docid": "1", "text": "the gate is shut in winter."}
+    question = {"id": "1", "question": "when is the gate shut?", "answers": ["winter"]}
+    (folder / "corpus.jsonl").write_text(json.dumps(page) + "\n")
+    (folder / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    return folder
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> None:
+    """Run the script's main on a recipe of these settings."""
+    recipe = tmp_path / "recipe.yaml"
+    out = str(tmp_path / "out")
+    recipe.write_text(yaml.safe_dump({**FAST, "output_dir": out, **settings}))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(recipe)])
+    SCRIPT["main"]()
+
+
+def test_a_run_on_a_corpus_of_ones_own_saves_model_state_and_traces(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Path, corpus: Path
+) -> None:
+    launch(monkeypatch, tmp_path, model_name_or_path=str(policy), data=str(corpus))
+    out = tmp_path / "out"
+    for name in ("model.safetensors", "tokenizer.json", "trainer_state.json"):
+        assert (out / name).is_file(), name
+    (file,) = (out / "traces").iterdir()
+    assert len(file.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"learning_rte": 1.0}, r"learning_rte \(did you mean learning_rate\?\)"),
+        ({"use_vllm": True}, "use_vllm=True is not run"),
+        ({"model_name_or_path": None}, "model_name_or_path is not set"),
+        ({"data": "nowhere"}, "no such file"),
+        ({"train_file": "nothing.jsonl"}, "nothing.jsonl"),
+        ({"use_peft": True, "lora_target_modules": ["q_prj"]}, "'q_prj' matches no module"),
+        ({"page_size": 0}, "page_size=0"),
+        ({"window": 64}, "window"),
+        ({"resume_from_checkpoint": "true"}, "no whole checkpoint under"),
+        ({"steps_per_generation": 2, "generation_batch_size": 2}, "can not be both"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_wrong_setting_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: Path,
+    corpus: Path,
+    settings: dict[str, Any],
+    says: str,
+) -> None:
+    settings = {"model_name_or_path": str(policy), "data": str(corpus), **settings}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    with pytest.raises(ConfigError, match=says) as error:
+        launch(monkeypatch, tmp_path, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_from_a_shell_an_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/train.py"), "--config", str(tmp_path / "no.yaml")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: --config")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipes_of_the_small_world_run_under_what_its_policy_was_trained_on(recipe: Path) -> None:
+    settings = yaml.safe_load(recipe.read_text())
+    assert {key: settings[key] for key in WORLD_ROLLOUT} == WORLD_ROLLOUT
+
+
+def test_the_table_of_settings_is_current() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == render(), (
+        "docs/config.md is old: run python -m octopus_trl.train.config_table"
+    )
+
+
+def test_a_line_of_progress_has_the_figures_that_are_there() -> None:
+    assert shown({"reward": 0.5, "rollout_kl/mean": 1e-13, "loss": None}) == [
+        "reward 0.500",
+        "KL 1.0e-13",
+    ]
+    assert clock(3725.4) == "1:02:05"
