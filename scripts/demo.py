@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -60,19 +61,21 @@ def main() -> int:
         f"--max_steps {options.steps}",
         soft_wrap=True,
     )
-    done = subprocess.run(command, cwd=ROOT, check=False)
+    # Where cores are shared, OpenMP threads that spin for work take it from each other.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         return done.returncode
     state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     steps = [entry for entry in state["log_history"] if "reward" in entry]
     traces = read_generations(folder)
-    console.print(table_of(steps, page_size(folder)))
+    console.print(table_of(steps, page_size()))
     console.print(tree_of(max(traces, key=lambda trace: (trace.reward or 0.0, num_reads(trace)))))
     console.print(f"{len(traces)} episodes in {folder / 'traces'}", soft_wrap=True)
     return 0
 
 
-def page_size(folder: Path) -> int:
+def page_size() -> int:
     """Read the page size that the run was launched with."""
     import yaml
 

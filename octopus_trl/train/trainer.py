@@ -252,7 +252,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         for message in left_out:
             say(f"left out of the update: {message}")
         rows = [build_row(part, mounts=self.args.mounts) for part in planned]
-        wanted = max(len(rows), 1)
+        wanted = len(rows)
         if self.accelerator.num_processes > 1:
             count = torch.tensor([wanted], device=self.accelerator.device)
             wanted = int(self.accelerator.gather(count).max())
@@ -300,7 +300,15 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         inputs = self._prepare_inputs(inputs)
         began = time.perf_counter()
         trees = self._trees(inputs)
-        rows = self._rows(trees)
+        temperature = float(inputs["temperature"])
+        # Trees that nothing is learnt from are only measured, which is a third of the work.
+        learns = [self.beta != 0.0 or tree.advantage != 0.0 for tree in trees]
+        still = [tree for tree, moves in zip(trees, learns, strict=True) if not moves]
+        moving = [tree for tree, moves in zip(trees, learns, strict=True) if moves]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            for row in self._rows(still):
+                self._row_loss(self.model, row, len(trees), temperature)
+        rows = self._rows(moving) or [empty_row()]
         state, sync = self.accelerator.gradient_state, self.accelerator.sync_gradients
         options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         total = torch.zeros((), device=self.args.device)
@@ -310,7 +318,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
             alone = last or self.is_deepspeed_enabled
             with nullcontext() if alone else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
-                    part = self._row_loss(model, row, len(trees), float(inputs["temperature"]))
+                    part = self._row_loss(model, row, len(trees), temperature)
                     part = part / self.current_gradient_accumulation_steps
                 self.accelerator.backward(part, **options)
             total += part.detach()
@@ -324,7 +332,8 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         """Give the loss of a micro-batch; evaluation calls it, training goes row by row."""
         trees = self._trees(inputs)
         temperature = float(inputs["temperature"])
-        parts = [self._row_loss(model, row, len(trees), temperature) for row in self._rows(trees)]
+        rows = self._rows(trees) or [empty_row()]
+        parts = [self._row_loss(model, row, len(trees), temperature) for row in rows]
         if not self.model.training:
             self._flush("eval")
         return torch.stack(parts).sum()

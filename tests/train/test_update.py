@@ -238,3 +238,18 @@ def test_a_data_set_without_questions_is_one_clear_error(
 def test_full_fine_tuning_with_a_reference_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"beta=0.1 with full fine-tuning"):
         make_trainer(tmp_path, None, asked_rows(2), peft_config=None, beta=0.1)
+
+
+def test_trees_without_an_advantage_are_measured_and_move_nothing(
+    one_row: Any, tmp_path: Path
+) -> None:
+    def reward(completions: Any, **kwargs: Any) -> list[float]:
+        return [float(completion == "q0 0") for completion in completions]
+
+    with replayed():
+        _, alone = gradients(tmp_path / "alone", rows=1, per_device_train_batch_size=2)
+        trainer, mixed = gradients(tmp_path / "mixed", reward=reward)
+    half = {name: gradient / 2 for name, gradient in alone[0].items()}
+    assert difference(mixed[0], half) < 2e-5
+    for name in ("rollout_kl/mean", "importance_weight/mean", "entropy_estimate"):
+        assert logged(trainer, name)[0] == pytest.approx(logged(one_row[0], name)[0], rel=1e-4)
