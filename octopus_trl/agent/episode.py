@@ -124,7 +124,7 @@ class Episode:
         root = self.threads[0]
         meta = {
             **self.identity,
-            "question": self.example.get("question"),
+            "question": self._question(),
             "result": root.result,
             "rounds": self.round,
             "clock": "rounds" if self.config.deterministic else "seconds",
@@ -141,6 +141,10 @@ class Episode:
             exchange=self.config.exchange,
             position=self.config.position,
         )
+
+    def _question(self) -> str | None:
+        asked = self.example.get("prompt", self.example.get("question"))
+        return asked if isinstance(asked, str) or not asked else asked[-1]["content"]
 
     def note(self, kind: str, thread: Thread, **facts: Any) -> None:
         """Put an event on the record."""

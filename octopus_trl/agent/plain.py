@@ -34,15 +34,10 @@ class PlainText:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        if self._literals.search(text) is None:
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        if self._markup.isdisjoint(ids):
-            return ids
-        # `split_special_tokens` leaves tags alone that are added but not special, as
-        # `</tool_response>` is in Qwen's vocabularies: cut inside each literal.
-        ids = []
+        # Literals are cut apart rather than encoded with `split_special_tokens`: that leaves tags
+        # alone that are added but not special, as `</tool_response>` is in Qwen's vocabularies,
+        # and it is a switch on a tokenizer that snippets use on other OS threads.
+        ids: list[int] = []
         for part in _cut_literals(text, self._literals):
             ids += self._tokenizer.encode(part, add_special_tokens=False)
         if self._markup.isdisjoint(ids):
