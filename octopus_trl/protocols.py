@@ -88,7 +88,8 @@ class EngineLike(Protocol):
     """Cursors over one pool of pages, and turns sampled on many of them at once.
 
     After a submitted turn finishes, its cursor has grown by the submitted and by all the
-    sampled tokens, a stop token included: nothing is left to be fed before the next turn.
+    sampled tokens, a stop token included: nothing is left to be fed before the next turn. A turn
+    that fails before its first draw leaves the cursor as it was.
     """
 
     def open(self, tokens: Sequence[int]) -> Any:
@@ -135,7 +136,13 @@ class EngineLike(Protocol):
         """Run one iteration over everything queued and return the turns that ended in it."""
 
     def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
-        """Take a queued or running turn out and return what it had sampled."""
+        """Take a queued or running turn out and return what it had sampled.
+
+        The cursor ends after exactly that; if nothing was sampled it is as before `submit`.
+
+        Raises:
+            ConfigError: no such turn is queued or running.
+        """
 
     def stats(self) -> dict[str, Any]:
         """Return the counters."""

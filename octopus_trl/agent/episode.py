@@ -22,7 +22,7 @@ from octopus_trl.agent.pool import PoolCall, ToolPool
 from octopus_trl.agent.recorder import Recorder
 from octopus_trl.agent.thread import Agenda, Status, Thread
 from octopus_trl.agent.tools import Result, ToolCall, ToolSpec, run_corpus_tool
-from octopus_trl.errors import BudgetExceeded, IntegrityError, PoolExhausted
+from octopus_trl.errors import BudgetExceeded, ConfigError, IntegrityError, PoolExhausted
 from octopus_trl.protocols import EngineLike, Finished, SearchBackend
 from octopus_trl.trace import Trace
 
@@ -302,7 +302,10 @@ class Episode:
         for thread in self.threads.values():
             if thread.ticket is not None:
                 self.tickets.pop(thread.ticket, None)
-                tokens, logps = self.engine.cancel(thread.ticket)
+                try:
+                    tokens, logps = self.engine.cancel(thread.ticket)
+                except ConfigError:  # the engine knows no such turn: nothing of it was drawn
+                    tokens, logps = [], []
                 thread.finished = Finished(thread.ticket, tokens, logps, "length")
                 thread.ticket, thread.read = None, None
             if thread.finished is not None:

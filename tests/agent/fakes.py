@@ -19,7 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from octopus_trl.errors import ClosedCursor, ToolError
+from octopus_trl.errors import ClosedCursor, ConfigError, ToolError
 from octopus_trl.protocols import Finished, Page, SamplingParams, SearchHit
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -219,6 +219,8 @@ class ScriptedEngine:
 
     def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
         """Take a turn out as if half of it had been sampled."""
+        if ticket not in self._queue:
+            raise ConfigError(f"ticket={ticket}: no such turn")
         _, cursor, sampling, until, before = self._queue.pop(ticket)
         tokens = self._sample(cursor, sampling, until)
         tokens = tokens[: len(tokens) // 2] if self._rng.random() < 0.5 else []

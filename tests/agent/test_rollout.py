@@ -427,7 +427,6 @@ def test_a_lost_turn_does_not_hang_the_run() -> None:
         return ticket
 
     engine.submit = forgetful  # type: ignore[method-assign]
-    engine.cancel = lambda ticket: ([], [])  # type: ignore[method-assign]
     traces = runner.run(questions(3))
     assert sum(trace.threads[0].status == "failed" for trace in traces) == 1
     assert any("wake" in str(event) for trace in traces for event in trace.events)
