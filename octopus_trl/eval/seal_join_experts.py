@@ -37,6 +37,12 @@ class ExpertOptions:
         empty_search: branches whose first query finds nothing and is tried again.
         rewind: branches that leave a withdrawn edition by `rewind`; the others open on top.
         shuffled: episodes that fork in another order than the question's.
+        skip_guild: branches that stop after their place's page.
+        keep_withdrawn: branches that take a withdrawn edition for the current one.
+        skip_read: threads that the root leaves unread, the first one never.
+        skip_wait: roots that read before their threads have ended.
+    The last four are careless: they lose the answer, and the root then commits `unknown`. A policy
+    that imitates them has something left for reinforcement to teach.
     Raises:
         ConfigError: a share is outside [0, 1].
     """
@@ -44,9 +50,13 @@ class ExpertOptions:
     empty_search: float = 0.05
     rewind: float = 0.75
     shuffled: float = 0.2
+    skip_guild: float = 0.0
+    keep_withdrawn: float = 0.0
+    skip_read: float = 0.0
+    skip_wait: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("empty_search", "rewind", "shuffled"):
+        for name in self.__dataclass_fields__:
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: a share lies in [0, 1]")
 
@@ -87,18 +97,34 @@ class ExpertPolicy:
         turns = sum(block.is_turn for block in blocks)
         threads = [int(number) for number in _FORKED.findall(fed)]
         entities = [self._row["entities"][index] for index in self._order]
+        waits = not self._chance("skip_wait", self._options.skip_wait)
         if turns == 0:
             tasks = [_TASK.format(self._world.title(entity)) for entity in entities]
             return write_turn("", *(("fork", {"task": task}) for task in tasks))
-        if turns == 1:
+        if turns == 1 and waits:
             return write_turn("", ("wait_threads", {"thread_ids": f"[{_commas(threads)}]"}))
-        if turns == 2:
-            return write_turn("", *(("read_thread", {"thread_id": str(t)}) for t in threads))
+        if turns == 1 + waits:
+            chosen = [t for t in threads if t == threads[0] or not self._skips_read(t)]
+            return write_turn("", *(("read_thread", {"thread_id": str(t)}) for t in chosen))
         readable = {int(number) for number in _MOUNTED.findall(fed)}
         places = dict(zip(threads, self._order, strict=False))
-        known = {places[thread] for thread in readable if thread in places}
+        known = {places[t] for t in readable if t in places and waits and self._found(t, places[t])}
         thought, answer = self._conclusion(known)
         return write_turn(thought, ("commit", {"result": answer}))
+
+    def _skips_read(self, thread: int) -> bool:
+        return self._chance(f"skip_read {thread}", self._options.skip_read)
+
+    def _skips_guild(self, thread: int) -> bool:
+        return self._chance(f"skip_guild {thread}", self._options.skip_guild)
+
+    def _keeps_withdrawn(self, thread: int) -> bool:
+        return self._chance(f"keep_withdrawn {thread}", self._options.keep_withdrawn)
+
+    def _found(self, thread: int, place: int) -> bool:
+        """Whether a branch ends with its guild's current page on its chain."""
+        stale = self._world.first_edition[self._truth.guilds[place]] == 1
+        return not self._skips_guild(thread) and not (stale and self._keeps_withdrawn(thread))
 
     def _conclusion(self, known: set[int]) -> tuple[str, str]:
         """Think what can be read of the places `known` (indices), and the answer that follows."""
@@ -131,9 +157,10 @@ class ExpertPolicy:
             searched = turns[-1].partition("<parameter=query>\n")[2].partition("\n")[0]
             return _open(_hits(last, searched)[0])
         guild = world.steward[place]
-        if "the steward of" in last:
+        if "the steward of" in last and not self._skips_guild(thread):
             return _search(world.title(guild))
-        if "is withdrawn" in last and "<function=open>" in turns[-1]:
+        withdrawn = "is withdrawn" in last and "<function=open>" in turns[-1]
+        if withdrawn and not self._keeps_withdrawn(thread):
             if self._chance(f"rewind {thread}", self._options.rewind):
                 number = str(len(turns))
                 return write_turn("", ("rewind", {"turn": number, "note": "withdrawn edition"}))

@@ -10,12 +10,14 @@ import numpy as np
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join_backend import SealJoinBackend
 from octopus_trl.eval.seal_join_drills import Drills
+from octopus_trl.eval.seal_join_experts import ExpertOptions
 from octopus_trl.eval.seal_join_studio import ExpertStudio
 from octopus_trl.eval.seal_join_words import SYMBOLS
 from octopus_trl.trace import Trace
 
 NUM_BYTES = 256  # the tokenizer's first ids are single bytes, then come words and tags
-SOURCES = ("repeat", "own_page", "mounted_pages", "expert")
+SOURCES = ("repeat", "own_page", "mounted_pages", "expert", "careless")
+CARELESS = ExpertOptions(skip_guild=0.12, keep_withdrawn=0.5, skip_read=0.2, skip_wait=0.1)
 
 
 class SealJoinMixture:
@@ -36,15 +38,20 @@ class SealJoinMixture:
         symbols = tokenizer.convert_tokens_to_ids(list(SYMBOLS))
         vocab = [*symbols, *range(NUM_BYTES, len(tokenizer))]
         self._drills = Drills(backend.world, tokenizer, vocab=vocab)
-        self._studio = ExpertStudio(backend, tokenizer)
+        self._studios = {
+            "expert": ExpertStudio(backend, tokenizer),
+            "careless": ExpertStudio(backend, tokenizer, options=CARELESS),
+        }
 
     def __call__(self, rng: np.random.Generator, progress: float) -> Trace:
         weights = next(weights for until, weights in self._stages if progress < until)
         source = SOURCES[rng.choice(len(SOURCES), p=weights)]
-        if source == "expert":
-            return self._studio.draw(rng)
-        trace: Trace = getattr(self._drills, source)(rng)
-        return trace
+        if source in self._studios:
+            trace = self._studios[source].draw(rng)
+            trace.meta["source"] = source
+            return trace
+        drill: Trace = getattr(self._drills, source)(rng)
+        return drill
 
 
 def _check_stage(stage: Mapping[str, float]) -> tuple[float, np.ndarray]:
