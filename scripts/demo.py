@@ -51,7 +51,8 @@ def main() -> int:
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     folder = ROOT / "runs" / f"demo-{stamp}"
     command = [
-        *(sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH),
+        *(sys.executable, "-m", "accelerate.commands.launch", "--quiet"),
+        *("--config_file", LAUNCH),
         *("scripts/train.py", "--config", RECIPE),
         *("--max_steps", str(options.steps), "--output_dir", str(folder), *extra),
     ]

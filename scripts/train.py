@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, TrlParser, get_peft_config
 
 from octopus_trl.agent.corpus import read_questions
@@ -72,6 +73,8 @@ def main() -> None:
     """Parse a recipe, train, save."""
     # Both libraries announce the renames of their next major version at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     script, args, model_args = parse()
     name = model_args.model_name_or_path
     if name is None:
