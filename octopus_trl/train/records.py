@@ -8,7 +8,8 @@ from typing import Any
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths import dag
-from octopus_trl.trace import Trace, read_traces, write_traces
+from octopus_trl.trace import Trace
+from octopus_trl.trace_files import read_traces, write_traces
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.rows import logical_tokens, num_rewinds
 

@@ -24,18 +24,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "maths": GROUND,
     "kernels": GROUND | {"maths"},
     "models": GROUND | {"maths", "kernels", "trace"},
-    "trace": {"errors", "maths.dag"},
+    "trace": {"errors", "maths.dag", "trace_rules"},
+    "trace_rules": {"errors", "maths.dag", "trace"},
+    "trace_files": {"errors", "trace"},
     "protocols": {"errors", "trace"},
     "engine": GROUND | {"maths", "kernels", "models", "protocols"},
-    "agent": {"errors", "trace", "protocols"},
-    "eval": {"errors", "maths.dag", "trace", "protocols", "agent"},
-    "report": {"errors", "trace", "protocols", "eval"},
-    "train": GROUND | {"maths", "kernels", "models", "trace", "protocols", "engine", "agent"},
+    "agent": {"errors", "trace", "trace_files", "protocols"},
+    "eval": {"errors", "maths.dag", "trace", "trace_files", "protocols", "agent"},
+    "report": {"errors", "trace", "trace_files", "protocols", "eval"},
+    "train": GROUND
+    | {"maths", "kernels", "models", "trace", "trace_files", "protocols", "engine", "agent"},
 }
 # layer or module -> third parties that it may not import
 MAY_NOT_IMPORT: dict[str, set[str]] = {
     "maths.dag": {"torch", "transformers"},
     "trace": {"torch", "transformers"},
+    "trace_rules": {"torch", "transformers"},
+    "trace_files": {"torch", "transformers"},
     "protocols": {"torch", "transformers"},
     "maths": KERNEL_TOOLS | TRAINING_TOOLS | {"transformers"},
     "kernels": TRAINING_TOOLS | {"transformers"},

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from octopus_trl.errors import TraceError
-from octopus_trl.trace import Trace, TraceWriter, read_traces, write_traces
+from octopus_trl.trace import Trace
+from octopus_trl.trace_files import TraceWriter, read_traces, write_traces
 from tests.tiny import random_trace
 
 TRACES = [random_trace(seed, steps=6, max_tokens=40, logps=True) for seed in range(5)]
@@ -175,7 +176,8 @@ def test_a_trace_that_json_cannot_hold_writes_nothing(tmp_path: Path) -> None:
 
 LOOP = """
 import sys
-from octopus_trl.trace import Trace, ThreadRecord, Segment, TraceWriter
+from octopus_trl.trace import Trace, ThreadRecord, Segment
+from octopus_trl.trace_files import TraceWriter
 with TraceWriter(sys.argv[1]) as writer:
     count = len(writer.episode_ids)
     while True:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from octopus_trl.trace import read_traces
+from octopus_trl.trace_files import read_traces
 from octopus_trl.train.records import read_generations, text_of
 from tests.tiny import tiny_hybrid
 from tests.train.runs import (
