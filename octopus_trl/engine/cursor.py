@@ -75,11 +75,14 @@ class Mount:
 
     Attributes:
         base: None for everything from the root on.
+        root: the opened prompt that the source grew from, None where it is the reader's own. Equal
+            prompts share nodes, yet another root's text is other text (two segments of a trace).
         refs: cursors and nodes that read it.
     """
 
     tail: Node
     base: Node | None
+    root: object | None = None
     refs: int = 0
 
     def nodes(self) -> Iterator[Node]:
@@ -122,12 +125,13 @@ def visible(tail: Node | None, pending: Sequence[Mount]) -> tuple[list[Node], li
         became readable.
     """
     own = chain(tail)
-    seen = set(map(id, own))
+    seen: dict[object | None, set[int]] = {None: set(map(id, own))}
     mounted: list[Node] = []
     for mounts in [*(node.mounts for node in own), pending]:
         for mount in mounts:
-            new = [node for node in mount.nodes() if id(node) not in seen]
-            seen.update(map(id, new))
+            known = seen.setdefault(mount.root, set())
+            new = [node for node in mount.nodes() if id(node) not in known]
+            known.update(map(id, new))
             mounted.extend(reversed(new))
     return own, mounted
 
@@ -142,6 +146,7 @@ class Cursor:
     _engine: Any
     _tail: Node
     _origin: Node | None
+    _root: object
     _position: int
     _pending: tuple[Mount, ...] = ()
     _snapshots: list[Node] = field(default_factory=list)

@@ -18,13 +18,16 @@ class Primitives:
         self.tree, self.max_snapshots = tree, max_snapshots
         self.cursors: dict[int, Cursor] = {}
 
-    def make(self, engine: object, tail: Node, origin: Node | None) -> Cursor:
+    def make(
+        self, engine: object, tail: Node, origin: Node | None, root: object | None = None
+    ) -> Cursor:
         """Make a cursor on a boundary.
 
         Args:
             origin: where it was forked, None if it was opened.
+            root: the opened prompt that it grows from, None for one of its own.
         """
-        cursor = Cursor(engine, tail, origin, tail.end)
+        cursor = Cursor(engine, tail, origin, root or object(), tail.end)
         self.tree.stand(tail)
         self._snapshot(cursor, tail)
         self.cursors[id(cursor)] = cursor
@@ -32,7 +35,7 @@ class Primitives:
 
     def fork(self, cursor: Cursor) -> Cursor:
         """Make a cursor at the same place, mounts not yet stepped past included."""
-        child = self.make(cursor._engine, cursor._tail, cursor._tail)
+        child = self.make(cursor._engine, cursor._tail, cursor._tail, cursor._root)
         for mount in cursor._pending:
             self.tree.hold_mount(mount)
         child._pending, child._position = cursor._pending, cursor._position
@@ -40,11 +43,15 @@ class Primitives:
 
     def mount(self, cursor: Cursor, source: Cursor, since: Cursor | None) -> int:
         """Make a span readable at the cursor's next token; returns how many tokens are new."""
-        base = source._origin if since is None else since._tail
-        span = Mount(source._tail, common(source._tail, base))
-        own, mounted = visible(cursor._tail, cursor._pending)
-        seen = set(map(id, own)) | set(map(id, mounted))
-        new = sum(len(node.tokens) for node in span.nodes() if id(node) not in seen)
+        if since is None:
+            base = common(source._tail, source._origin)
+        else:
+            base = common(source._tail, since._tail) if since._root is source._root else None
+        root = None if source._root is cursor._root else source._root
+        span = Mount(source._tail, base, root)
+        _, before = visible(cursor._tail, cursor._pending)
+        _, after = visible(cursor._tail, (*cursor._pending, span))
+        new = sum(len(node.tokens) for node in after[len(before) :])
         if new:
             self.tree.hold_mount(span)
             cursor._pending = (*cursor._pending, span)
