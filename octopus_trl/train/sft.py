@@ -214,12 +214,13 @@ def initialise_decay(model: nn.Module, *, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if not hasattr(module, "A_log") or not hasattr(module, "dt_bias"):
+        decay, bias = getattr(module, "A_log", None), getattr(module, "dt_bias", None)
+        if decay is None or bias is None:
             continue
-        heads = module.A_log.shape[0]
+        heads = decay.shape[0]
         rate = torch.rand(heads, generator=generator) * 15 + 1
         low, high = np.log(0.001), np.log(0.1)
         dt = torch.exp(torch.rand(heads, generator=generator) * (high - low) + low)
         with torch.no_grad():
-            module.A_log.copy_(rate.log())
-            module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+            decay.copy_(rate.log())
+            bias.copy_(dt + torch.log(-torch.expm1(-dt)))
