@@ -27,6 +27,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (512, None),
         "an episode has many turns; set max_new_tokens (a turn) and window (a thread)",
     ),
+    "ds3_gather_for_generation": (
+        (True,),
+        "ranks with uneven episodes may not wait for each other's layers; drop it",
+    ),
     "cache_implementation": ((None,), "the engine owns its pages; set page_size and num_pages"),
     "max_tool_calling_iterations": ((None,), "set max_turns"),
     "loss_type": (

@@ -31,6 +31,8 @@ MEANS = (
     "importance_weight/mean",
     "importance_weight/capped",
     "entropy_estimate",
+    "packing/row_tokens",
+    "packing/left_out",
 )
 PEAKS = (f"{KL}/max_abs", "importance_weight/max")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
+from trl.trainer.utils import use_adapter
 
 from octopus_trl.agent.rollout import EpisodeRunner
 from octopus_trl.errors import ConfigError
@@ -224,8 +225,6 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
 
     def _reference(self) -> Any:
         """Switch to the reference: a frozen copy of a loaded adapter, or no adapter."""
-        from trl.trainer.utils import use_adapter
-
         model = self.accelerator.unwrap_model(self.model)
         return use_adapter(model, "ref" if "ref" in model.peft_config else None)
 
@@ -242,8 +241,12 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
                 trees.append(tree)
         return trees
 
-    def _rows(self, trees: Sequence[Tree]) -> list[LossRow]:
-        """Pack trees into rows; every rank gets as many, the last ones empty."""
+    def _rows(self, trees: Sequence[Tree], meter: Meter | None = None) -> list[LossRow]:
+        """Pack trees into rows; every rank gets as many, the last ones empty.
+
+        Args:
+            meter: where the sizes of rows and the share of trees that fit in none are noted.
+        """
         planned, left_out = plan_rows(
             trees,
             max_row_tokens=self.args.max_row_tokens,
@@ -252,6 +255,9 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         for message in left_out:
             say(f"left out of the update: {message}")
         rows = [build_row(part, mounts=self.args.mounts) for part in planned]
+        if meter is not None:
+            meter.add("packing/left_out", len(left_out), len(trees))
+            meter.add("packing/row_tokens", sum(row.packed.num_rows for row in rows), len(rows))
         wanted = len(rows)
         if self.accelerator.num_processes > 1:
             count = torch.tensor([wanted], device=self.accelerator.device)
@@ -306,9 +312,9 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         still = [tree for tree, moves in zip(trees, learns, strict=True) if not moves]
         moving = [tree for tree, moves in zip(trees, learns, strict=True) if moves]
         with torch.no_grad(), self.compute_loss_context_manager():
-            for row in self._rows(still):
+            for row in self._rows(still, self._meters["train"]):
                 self._row_loss(self.model, row, len(trees), temperature)
-        rows = self._rows(moving) or [empty_row()]
+        rows = self._rows(moving, self._meters["train"]) or [empty_row()]
         state, sync = self.accelerator.gradient_state, self.accelerator.sync_gradients
         options = {"scale_wrt_gas": False} if self.is_deepspeed_enabled else {}
         total = torch.zeros((), device=self.args.device)

@@ -38,11 +38,11 @@ def run(out: Path, case: str, world: int) -> dict[str, Any]:
     )
     pack = trainer._rows
 
-    def pack_and_keep(trees: Any) -> Any:
-        rows.append(pack(trees))
+    def pack_and_keep(*trees: Any) -> Any:
+        rows.append(pack(*trees))
         return rows[-1]
 
-    trainer._rows = pack_and_keep  # type: ignore[method-assign]
+    setattr(trainer, "_rows", pack_and_keep)  # noqa: B010 - a method of one object
     with replayed(sizes=CASES[case]["sizes"]):
         trainer.train()
     owned = [int(row.num_owned.sum()) for each in rows for row in each]

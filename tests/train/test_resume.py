@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.data import EpochSampler
@@ -102,6 +104,22 @@ def test_every_epoch_has_its_own_order_and_a_new_sampler_repeats_it() -> None:
         assert list(sampler()) == orders[-1]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == sorted(2 * [*range(8)]) for order in orders)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("train", ["resume_from_checkpoint", "trial", "ignore_keys_for_eval"]),
+        ("_get_output_dir", ["trial"]),
+        ("_save_checkpoint", ["model", "trial"]),
+        ("_push_from_checkpoint", ["checkpoint_folder"]),
+        ("_load_optimizer_and_scheduler", ["checkpoint"]),
+        ("_send_telemetry", []),
+    ],
+)
+def test_what_checkpoints_stand_on_keeps_its_parameters(name: str, parameters: list[str]) -> None:
+    found = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+    assert found == ["self", *parameters]
 
 
 def test_the_first_signal_saves_and_stops_and_the_second_is_not_held_back(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from octopus_trl.maths import objective
 from octopus_trl.train.rows import longest_path
 from tests.train.runs import (
     Gradients,
+    adapter,
     alternating,
     asked_rows,
     difference,
@@ -138,9 +139,10 @@ def test_a_tree_that_fits_no_row_is_left_out_and_said(
         batch = trainer._generate_and_score_completions(asked_rows(1) * 4)
         paths = [longest_path(trace) for trace in batch["groups"][0]]
         trainer.args.max_path_tokens = max(paths) - 1
-        rows = trainer._rows(trainer._trees(batch))
+        rows = trainer._rows(trainer._trees(batch), trainer._meters["train"])
     assert sum(row.num_trees for row in rows) == sum(path < max(paths) for path in paths)
     assert f"a path of {max(paths)} tokens" in capfd.readouterr().err
+    assert trainer._meters["train"].totals("packing/left_out") == (4 - rows[0].num_trees, 4)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.3])
@@ -159,8 +161,6 @@ def test_reference_is_the_model_without_its_adapter(tmp_path: Path, value: float
 def test_dropout_is_off_while_scoring_and_the_ratio_starts_at_the_old_policy(
     tmp_path: Path,
 ) -> None:
-    from tests.train.runs import adapter
-
     trainer = make_trainer(
         tmp_path,
         None,
