@@ -1,6 +1,6 @@
 """Warm-start a small hybrid on drills and expert traces of the seal join world.
 
-    python scripts/sft.py --config recipes/tiny-hybrid/sft/config.yaml
+    python scripts/sft.py --config recipes/tiny-hybrid/sft/config_1.yaml
 
 Writes the model, tokenizer and log to `output_dir`; killed and started again with
 `--resume_from_checkpoint true` it goes on with the rows that would have come next.
@@ -46,7 +46,7 @@ class ScriptArguments:
         default="data/seal_join", metadata={"help": "Folder that scripts/build_world.py wrote."}
     )
     curriculum: str = field(
-        default="recipes/tiny-hybrid/sft/curriculum.json",
+        default="recipes/tiny-hybrid/sft/curriculum_1.json",
         metadata={"help": "Stages of the run: weight of each kind of trace up to a progress."},
     )
 

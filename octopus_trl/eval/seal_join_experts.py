@@ -4,7 +4,7 @@ Root: one turn that forks a thread for each place, one that waits, one that read
 that thinks the chair, its class and each place's seal, and commits. Branch: search the place, open
 it, search its steward guild, open the current edition, commit `done` without repeating a seal. An
 expert knows the truth of its question but says only what its thread can read by then: without a
-mount it commits `unknown`.
+mount it commits `done`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.scripted import Block
 from octopus_trl.eval.seal_join import World
 
-UNKNOWN = "unknown"
+UNKNOWN = "done"  # what a root commits that cannot know the answer; one token
 EMPTY_QUERY = "task"  # a word that no page has
 _BRANCH = re.compile(r"you are thread (\d+); task: (.*?); budget")
 _FORKED = re.compile(r"forked thread (\d+)")
@@ -41,7 +41,7 @@ class ExpertOptions:
         keep_withdrawn: branches that take a withdrawn edition for the current one.
         skip_read: threads that the root leaves unread, the first one never.
         skip_wait: roots that read before their threads have ended.
-    The last four are careless: they lose the answer, and the root then commits `unknown`. A policy
+    The last four are careless: they lose the answer, and the root then commits `done`. A policy
     that imitates them has something left for reinforcement to teach.
     Raises:
         ConfigError: a share is outside [0, 1].
@@ -131,7 +131,7 @@ class ExpertPolicy:
         truth, row = self._truth, self._row
         if row["class"] is None:
             if truth.chair not in known:
-                return "no chair.", UNKNOWN
+                return "", UNKNOWN
             chair = f"the chair is {truth.guilds[truth.chair]} and names {truth.named}."
         else:
             chair = f"the class is {truth.wanted}."

@@ -36,8 +36,8 @@ def parse(recipe: Path, algorithm: str) -> tuple[Any, ...]:
         raise Accepted(*original(self, *args, **kwargs))
 
     argv = [SCRIPTS[algorithm], "--config", str(recipe), "--use_cpu", "true"]
-    if "tf32" in yaml.safe_load(recipe.read_text()):
-        argv += ["--tf32", "false"]
+    values = yaml.safe_load(recipe.read_text())
+    argv += [word for key in ("tf32", "bf16") if key in values for word in (f"--{key}", "false")]
     main = runpy.run_path(str(ROOT / SCRIPTS[algorithm]))["main"]
     with (
         mock.patch.object(TrlParser, "parse_args_and_config", stop),
