@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octopus_trl.engine.checks import check_at_least, check_tokens, check_usable
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.cursor import Cursor
+from octopus_trl.engine.host_memory import keep_freed_memory
 from octopus_trl.engine.opening import open_prompt
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import PromptCache
@@ -20,6 +21,7 @@ from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.scheduler import Scheduler, Turn
 from octopus_trl.engine.sizes import pool_sizes
 from octopus_trl.engine.tree import Tree
+from octopus_trl.engine.widths import decode_widths
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of, unwrap
 from octopus_trl.models.paged import PagedMemory
@@ -41,7 +43,8 @@ class Engine:
         device: where the model is; None asks the model.
         max_snapshots: boundaries whose state a cursor keeps: its fork point and the last others.
         prefill_chunk: most tokens of one prefill pass.
-        decode_width: rows of every decode pass.
+        decode_width: rows of every decode pass; None takes the least of several widths that holds
+            the rows, on a CPU only widths that are seen to agree bit by bit.
 
     Raises:
         ConfigError: a value is outside its range, or the model is not prepared.
@@ -57,7 +60,7 @@ class Engine:
         device: torch.device | str | None = None,
         max_snapshots: int = 4,
         prefill_chunk: int = 512,
-        decode_width: int = 16,
+        decode_width: int | None = None,
     ) -> None:
         spec = spec_of(model)
         weight = unwrap(model).get_input_embeddings().weight
@@ -91,7 +94,10 @@ class Engine:
         self._epoch = 0
         self._peaks = (0, 0)
         self._evicted_states = 0
-        self._options = {"prefill_chunk": prefill_chunk, "decode_width": decode_width}
+        self._prefill_chunk = prefill_chunk
+        self._widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
+        if weight.device.type == "cpu":
+            keep_freed_memory()
         self._start_empty()
         self._memory.allocate()
 
@@ -379,7 +385,8 @@ class Engine:
             self._tree,
             self.counters,
             self._prompts.make_room,
-            **self._options,
+            prefill_chunk=self._prefill_chunk,
+            widths=self._widths,
         )
         self._scheduler = Scheduler(self._runner, self._primitives, lambda: self._epoch)
 

@@ -32,7 +32,7 @@ class Runner:
             raises `PagesExhausted` before any change.
         prefill_chunk: most tokens of one prefill pass; a chain's chunk boundaries depend on that
             chain alone.
-        decode_width: rows of every decode pass.
+        widths: rows that a decode pass may have, ascending.
     """
 
     def __init__(
@@ -44,14 +44,23 @@ class Runner:
         room: Callable[[int], None],
         *,
         prefill_chunk: int,
-        decode_width: int,
+        widths: tuple[int, ...],
     ) -> None:
         self.model, self.memory, self.tree, self.counters = model, memory, tree, counters
-        self.prefill_chunk, self.decode_width = prefill_chunk, decode_width
+        self.prefill_chunk, self._widths = prefill_chunk, widths
         self._room = room
         self._hybrid = memory.spec.is_hybrid
         self._passes = _without_data_parallel(model)
         self._modules: list[nn.Module] = []
+
+    @property
+    def max_width(self) -> int:
+        """Most rows of one decode pass."""
+        return self._widths[-1]
+
+    def width(self, rows: int) -> int:
+        """Give the least width that holds some rows."""
+        return next(width for width in self._widths if width >= rows)
 
     @property
     def head(self) -> nn.Module:
@@ -175,14 +184,14 @@ class Runner:
     def decode(
         self, growths: Sequence[Growth], tokens: Sequence[int], slots: Sequence[Slots]
     ) -> None:
-        """Feed one token to each of at most `decode_width` growing nodes in one pass.
+        """Feed one token to each of at most `max_width` growing nodes in one pass.
 
         Args:
             slots: what `reserve` gave for each node.
         """
         try:
             context = decode_context(
-                self.memory, growths, tokens, np.concatenate(slots), width=self.decode_width
+                self.memory, growths, tokens, np.concatenate(slots), width=self.width(len(growths))
             )
             hidden = run_paged(self._passes, context)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Draws of one step: every row from its own stream, in batches of one fixed width."""
+"""Draws of one step: every row from its own stream."""
 
 from __future__ import annotations
 
@@ -31,33 +31,27 @@ class Draw:
 def draw(
     wanted: Sequence[Draw], logits_of: Callable[[Tensor], Tensor], *, width: int
 ) -> list[tuple[int, float]]:
-    """Draw one token a row.
+    """Draw one token a row, at most `width` rows.
 
     Args:
         logits_of: from hidden states [width, d] to float32 logits [width, vocab].
-        width: rows of each batch; a batch of fewer is padded, so that the shape of the product, and
-            with it the rounding, never depends on how many rows there are.
+        width: rows of the product; fewer are padded, so that its rounding does not depend on how
+            many there are.
     Returns:
         Token and log-probability for each row; NaN where the row's logits are not finite.
     """
-    results: list[tuple[int, float]] = []
-    for lo in range(0, len(wanted), width):
-        part = wanted[lo : lo + width]
-        pad = width - len(part)
-        logits = logits_of(torch.stack([*(row.hidden for row in part), *[part[0].hidden] * pad]))
-        rows = [*part, *[part[0]] * pad]
-        device = logits.device
+    rows = [*wanted, *[wanted[0]] * (width - len(wanted))]
+    logits = logits_of(torch.stack([row.hidden for row in rows]))
 
-        def column(values: list[float], dtype: torch.dtype, to: torch.device = device) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(to, non_blocking=True)
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(logits.device, non_blocking=True)
 
-        tokens, logps = select("sample", device)(
-            logits,
-            temperature=column([row.params.temperature for row in rows], torch.float32),
-            top_p=column([row.params.top_p for row in rows], torch.float64),
-            top_k=column([row.params.top_k for row in rows], torch.int64),
-            min_p=column([row.params.min_p for row in rows], torch.float64),
-            uniform=column([uniform(row.seed, row.index) for row in rows], torch.float64),
-        )
-        results.extend(zip(tokens.tolist()[: len(part)], logps.tolist()[: len(part)], strict=True))
-    return results
+    tokens, logps = select("sample", logits.device)(
+        logits,
+        temperature=column([row.params.temperature for row in rows], torch.float32),
+        top_p=column([row.params.top_p for row in rows], torch.float64),
+        top_k=column([row.params.top_k for row in rows], torch.int64),
+        min_p=column([row.params.min_p for row in rows], torch.float64),
+        uniform=column([uniform(row.seed, row.index) for row in rows], torch.float64),
+    )
+    return list(zip(tokens.tolist(), logps.tolist(), strict=True))[: len(wanted)]

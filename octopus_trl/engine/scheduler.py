@@ -120,7 +120,7 @@ class Scheduler:
             for turn in [turn for turn in self._running if turn.fed < len(turn.given)]:
                 self._prefill(turn)
             ready = [turn for turn in self._running if turn.fed == len(turn.given)]
-            width = self._runner.decode_width
+            width = self._runner.max_width
             for lo in range(0, len(ready), width):
                 self._draw_and_feed(ready[lo : lo + width])
 
@@ -171,7 +171,7 @@ class Scheduler:
             self._runner.counters.prefilled += len(turn.given)
 
     def _draw_and_feed(self, turns: list[Turn]) -> None:
-        counters, width = self._runner.counters, self._runner.decode_width
+        counters, width = self._runner.counters, self._runner.width(len(turns))
         wanted = [
             Draw(turn.growth.hidden, turn.params, turn.seed, len(turn.tokens))
             for turn in turns

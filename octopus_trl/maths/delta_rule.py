@@ -141,10 +141,14 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     # Sums instead of matrix products: a batched product may round differently with the batch.
     decayed = state * g.exp()[..., None, None]
-    known = (decayed * k[..., None]).sum(-2)
-    delta = (v - known) * beta[..., None]
-    state = torch.addcmul(decayed, k[..., None], delta[..., None, :])
-    return (state * q[..., None]).sum(-2), state
+    product = decayed * k[..., None]
+    delta = ((v - product.sum(-2)) * beta[..., None])[..., None, :]
+    if torch.is_grad_enabled():
+        state = torch.addcmul(decayed, k[..., None], delta)
+        return (state * q[..., None]).sum(-2), state
+    # A decode step is bound by memory: its two large temporaries serve twice.
+    state = decayed.addcmul_(k[..., None], delta)
+    return torch.mul(state, q[..., None], out=product).sum(-2), state
 
 
 def _recurrent_scan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from octopus_trl.engine import Cursor, Engine
+from octopus_trl.engine.widths import decode_widths
 from octopus_trl.errors import ConfigError, PagesExhausted
 from octopus_trl.protocols import EngineLike, Finished, SamplingParams
 from tests.engine.conftest import small_engine, tokens
@@ -54,26 +57,62 @@ def run_turns(
     return results
 
 
+def assert_same(found: dict[int, Result], want: dict[int, Result]) -> None:
+    for thread, (ids, logps, logits) in found.items():
+        assert ids == want[thread][0]
+        assert logps == want[thread][1]
+        assert torch.equal(logits, want[thread][2])
+
+
+@pytest.fixture(scope="module")
+def six_threads() -> Callable[[Any], dict[int, Result]]:
+    """Results of the six threads run together and nothing beside them, once a model."""
+    results: dict[int, dict[int, Result]] = {}
+
+    def run(model: Any) -> dict[int, Result]:
+        if id(model) not in results:
+            results[id(model)] = run_turns(model, list(range(6)))
+        return results[id(model)]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("order", "strangers", "options"),
     [
         ([5, 4, 3, 2, 1, 0], 0, {}),
         ([2], 0, {}),
-        ([0, 3, 1], 3, {}),
         ([1, 5, 2, 0, 4, 3], 9, {}),
         ([4, 1, 2, 3, 0, 5], 23, {}),
         ([1, 4], 2, {"page_size": 7}),
     ],
 )
 def test_a_thread_is_bitwise_independent_of_its_batch(
-    model: Any, order: list[int], strangers: int, options: dict[str, int]
+    model: Any, six_threads: Any, order: list[int], strangers: int, options: dict[str, int]
 ) -> None:
-    alone = run_turns(model, list(range(6)))
-    beside = run_turns(model, order, strangers, **options)
-    for thread, (ids, logps, logits) in beside.items():
-        assert ids == alone[thread][0]
-        assert logps == alone[thread][1]
-        assert torch.equal(logits, alone[thread][2])
+    """Other order, other company, more rows than the least width, other pages."""
+    assert_same(run_turns(model, order, strangers, **options), six_threads(model))
+
+
+def test_at_a_fixed_width_too_and_with_more_rows_than_one_pass_holds(model: Any) -> None:
+    want = run_turns(model, [0, 1, 2], decode_width=4)
+    assert_same(run_turns(model, [2, 1], 5, decode_width=4), want)
+
+
+def test_wider_passes_are_used_only_where_products_agree(
+    hybrid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cpu")
+    found = decode_widths(hybrid, device)
+    assert found[0] == 16
+    assert all(wide == 2 * narrow for narrow, wide in pairwise(found))
+    product = torch.nn.functional.linear
+
+    def rounds_by_width(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return product(x, weight) + (1e-6 if len(x) > 16 else 0.0)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", rounds_by_width)
+    assert decode_widths(hybrid, device) == (16,)
 
 
 def test_logps_are_those_of_the_plain_forward_at_the_temperature(model: Any) -> None:
