@@ -71,7 +71,7 @@ def main() -> int:
     steps = [entry for entry in state["log_history"] if "reward" in entry]
     traces = read_generations(folder)
     console.print(table_of(steps, page_size()))
-    console.print(tree_of(max(traces, key=lambda trace: (trace.reward or 0.0, num_reads(trace)))))
+    console.print(tree_of(max(traces, key=lambda trace: (trace.reward or 0.0, liveliness(trace)))))
     console.print(f"{len(traces)} episodes in {folder / 'traces'}", soft_wrap=True)
     return 0
 
@@ -101,9 +101,9 @@ def table_of(steps: list[Mapping[str, Any]], tokens_a_page: int) -> Table:
     return table
 
 
-def num_reads(trace: Trace) -> int:
-    """Count the mounts of an episode."""
-    return sum(event.get("type") == "read" for event in trace.events)
+def liveliness(trace: Trace) -> int:
+    """Count the mounts and rewinds of an episode."""
+    return sum(event.get("type") in ("read", "rewind") for event in trace.events)
 
 
 def tree_of(trace: Trace) -> Tree:
