@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def bench_packed() -> Iterator[dict[str, Any]]:
                 sys.exit(f"packed and separate log-probabilities differ by {error}")
         episode = fan(trunk=TRUNK, branches=branches, length=LENGTH, mounts=True)
         rows = leaf_chains(episode)
-        ours = median_seconds(lambda traces=[episode]: backward(model, traces))
-        theirs = median_seconds(lambda traces=rows: backward(model, traces))
+        ours = median_seconds(partial(backward, model, [episode]))
+        theirs = median_seconds(partial(backward, model, rows))
         ratio = sum(sum(row.lengths) for row in rows) / sum(episode.lengths)
         yield {
             "case": f"{branches} branches of {LENGTH} on {TRUNK} tokens, each mounts its neighbour",
@@ -93,7 +94,7 @@ def bench_primitives() -> Iterator[dict[str, Any]]:
         engine.extend(sibling, rng.integers(0, spec.vocab_size, 64).tolist())
         kv = torch.zeros(len(spec.attention_layers), 2, context, spec.num_kv_heads, spec.head_dim)
         state = torch.zeros(len(spec.recurrent_layers), *spec.state_shape)
-        copied = median_seconds(lambda kv=kv, state=state: (kv.clone(), state.clone()), repeats=20)
+        copied = median_seconds(partial(copy, kv, state), repeats=20)
 
         def fork(engine: Engine = engine, root: Any = root) -> None:
             engine.close(engine.fork(root))
@@ -164,6 +165,12 @@ def leaf_chains(trace: Trace) -> list[Trace]:
         threads = [ThreadRecord(0, None, head=1)]
         rows.append(Trace(f"row {segment.id}", "fan", segments=parts, threads=threads).place())
     return rows
+
+
+def copy(*tensors: torch.Tensor) -> None:
+    """Copy tensors, as a fork without sharing would."""
+    for tensor in tensors:
+        tensor.clone()
 
 
 def backward(model: Any, traces: list[Trace]) -> None:
