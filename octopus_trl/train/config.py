@@ -281,6 +281,12 @@ class OctopusGRPOConfig(GRPOConfig):
                 "detach_mounts and drop_mounts are both true: a dropped edge has no gradient to "
                 "detach; set one"
             )
+        if self.num_pages is not None and self.num_pages * self.page_size < self.window:
+            raise ConfigError(
+                f"num_pages={self.num_pages} of page_size={self.page_size} hold "
+                f"{self.num_pages * self.page_size} tokens, one thread may need window="
+                f"{self.window}: raise num_pages or lower window"
+            )
         cap = self.importance_weight_cap
         if cap is not None and not cap > 0:
             raise ConfigError(

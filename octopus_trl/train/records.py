@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,20 @@ def measure_episodes(meter: Meter, traces: Sequence[Trace]) -> None:
         logical = logical_tokens(trace)
         meter.add("packing/dedup_ratio", logical, sum(trace.lengths))
         meter.add("packing/shared_tokens", logical - sum(trace.lengths), 1)
+
+
+def failures(traces: Sequence[Trace]) -> list[str]:
+    """Say why threads failed, a line for each reason; an episode goes on without its own."""
+    reasons = Counter(
+        str(event.get("reason"))
+        for trace in traces
+        for event in trace.events
+        if event.get("type") == "end" and event.get("status") == "failed"
+    )
+    return [
+        f"{count} threads failed in {len(traces)} episodes: {reason}"
+        for reason, count in reasons.most_common()
+    ]
 
 
 def measure_engine(meter: Meter, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

@@ -8,11 +8,12 @@ number, so a resumed run sees the rows that an uninterrupted one would have seen
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -25,10 +26,10 @@ from transformers import (
 )
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.maths.dag import NO_ROW
 from octopus_trl.models import spec_of
-from octopus_trl.models.packed import PackedRow, pack, run_packed
+from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
+from octopus_trl.train.rows import LossRow, Tree, build_row
 
 Mixture = Callable[[np.random.Generator, float], Trace]
 
@@ -70,41 +71,15 @@ class OctopusSFTConfig(TrainingArguments):
 
 @dataclass(slots=True)
 class SFTRow:
-    """A packed row with the targets of its owned tokens.
+    """A packed row, and which kind of trace each of its M owned tokens belongs to.
 
     Attributes:
-        rows, targets: [M] int64.
-        source: [M] int64, index into `sources`: which kind of trace a target belongs to.
+        source: [M] int64, index into `sources`.
     """
 
-    row: PackedRow
-    rows: np.ndarray
-    targets: np.ndarray
-    source: np.ndarray
+    row: LossRow
+    source: npt.NDArray[np.int64]
     sources: list[str]
-
-
-def owned_targets(row: PackedRow, traces: Sequence[Trace]) -> tuple[np.ndarray, ...]:
-    """Collect the owned tokens of some packed traces, each once.
-
-    Returns:
-        rows [M] that predict them, targets [M] token ids, trace_index [M]; int64. An action that
-        begins a root has no predictor for its first token, which is left out.
-    """
-    rows, targets, owners = [], [], []
-    for index, trace in enumerate(traces):
-        for segment in trace.segments:
-            if segment.kind != "action":
-                continue
-            rows.append(row.predictors(index, segment.id))
-            targets.append(np.asarray(segment.tokens, dtype=np.int64))
-            owners.append(np.full(len(segment.tokens), index, dtype=np.int64))
-    if not rows:
-        empty = np.empty(0, dtype=np.int64)
-        return empty, empty, empty
-    predictors = np.concatenate(rows)
-    known = predictors != NO_ROW
-    return predictors[known], np.concatenate(targets)[known], np.concatenate(owners)[known]
 
 
 class RowDataset(Dataset[SFTRow]):
@@ -141,13 +116,11 @@ class RowDataset(Dataset[SFTRow]):
                 break
             traces.append(trace)
             used += size
-        row = pack(traces)
-        rows, targets, owners = owned_targets(row, traces)
-        sources = sorted({str(trace.meta.get("source", "expert")) for trace in traces})
-        kind = np.asarray(
-            [sources.index(str(trace.meta.get("source", "expert"))) for trace in traces]
-        )
-        return SFTRow(row, rows, targets, kind[owners], sources)
+        row = build_row([Tree(trace, 0.0) for trace in traces], mounts="live")
+        names = [str(trace.meta.get("source", "expert")) for trace in traces]
+        sources = sorted(set(names))
+        kind = np.asarray([sources.index(name) for name in names], dtype=np.int64)
+        return SFTRow(row, kind[row.tree_of_token], sources)
 
 
 class OctopusSFTTrainer(Trainer):
@@ -169,7 +142,8 @@ class OctopusSFTTrainer(Trainer):
     ) -> Any:
         """Mean negative log-probability of a row's owned tokens, in nats."""
         item: SFTRow = inputs["row"]
-        logps = run_packed(model, self._spec, item.row, item.rows, item.targets)
+        row = item.row
+        logps = run_packed(model, self._spec, row.packed, row.rows, row.targets)
         self._note(item, logps.detach())
         loss = -logps.mean()
         return (loss, {"logps": logps}) if return_outputs else loss

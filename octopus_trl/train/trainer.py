@@ -151,6 +151,11 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         """
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
+        if len(inputs) % size:
+            raise ConfigError(
+                f"a batch of {len(inputs)} rows holds no whole groups of {size} rollouts: set "
+                f"per_device_{mode}_batch_size to a multiple of {size}"
+            )
         began = time.perf_counter()
         traces = self._run_episodes(inputs, size, mode)
         generated = time.perf_counter()
@@ -211,6 +216,8 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
     def _measure_generation(
         self, traces: Sequence[Trace], before: dict[str, Any], after: dict[str, Any], mode: str
     ) -> None:
+        for message in records.failures(traces):
+            say(message)
         meter = Meter(records.GENERATION_MEANS, records.GENERATION_PEAKS)
         records.measure_episodes(meter, traces)
         records.measure_engine(meter, before, after)

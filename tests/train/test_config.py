@@ -53,6 +53,7 @@ def test_a_field_that_is_not_run_is_refused_with_what_to_use_instead(
         ({"num_generations": 1}, "num_generations=1: must be at least 2"),
         ({"page_size": 0}, "page_size=0: must be at least 1"),
         ({"num_pages": 0}, "num_pages=0"),
+        ({"num_pages": 99, "page_size": 16, "window": 2048}, "hold 1584 tokens"),
         ({"temperature": 0.0}, "temperature=0.0: must be above 0"),
         ({"importance_weight_cap": 0.0}, "importance_weight_cap"),
         ({"detach_mounts": True, "drop_mounts": True}, "set one"),

@@ -9,10 +9,15 @@ import pytest
 import torch
 from peft import PeftModel
 
+from octopus_trl.agent.reward import exact_match
+from octopus_trl.errors import ConfigError
 from octopus_trl.trace_files import read_traces
+from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.records import read_generations, text_of
+from octopus_trl.train.trainer import OctopusGRPOTrainer
 from tests.tiny import tiny_hybrid
 from tests.train.runs import (
+    SETTINGS,
     asked_rows,
     forced,
     logged,
@@ -132,6 +137,37 @@ def test_an_interrupted_generation_keeps_the_episodes_that_ended(tmp_path: Path)
     kept = list(read_traces(tmp_path / "out" / "traces" / "interrupted_train.jsonl"))
     assert len(kept) == 1
     assert trainer.model.training
+
+
+def test_threads_that_run_out_of_pages_are_said_and_the_run_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    backend = small_world(tmp_path / "world")
+    rows = questions(backend.world, 2)
+    limits: dict[str, Any] = {"window": 512, "reserve_tokens": 100, "max_turns": 2}
+    trainer = make_trainer(
+        tmp_path / "out", backend, rows, max_new_tokens=40, num_pages=32, **limits
+    )
+    trainer.train()
+    assert "threads failed in 4 episodes: PagesExhausted" in capfd.readouterr().err
+    assert logged(trainer, "episode/failed_threads")[0] > 0
+
+
+def test_a_batch_without_whole_groups_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, None, asked_rows(2))
+    with pytest.raises(ConfigError, match="3 rows holds no whole groups of 2"):
+        trainer._generate_and_score_completions(asked_rows(3))
+
+
+def test_a_model_given_by_its_folder_is_loaded_as_a_text_model(tmp_path: Path) -> None:
+    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    args = OctopusGRPOConfig(**{**SETTINGS, "output_dir": str(tmp_path)})
+    trainer = OctopusGRPOTrainer(
+        str(tmp_path / "model"), exact_match, args, train_dataset=asked_rows(2)
+    )
+    assert type(trainer.model).__name__ == "Qwen3_5ForCausalLM"
+    assert trainer.processing_class.eos_token == "<|im_end|>"
 
 
 def test_evaluation_has_figures_and_traces_of_its_own_and_leaves_training_alone(
