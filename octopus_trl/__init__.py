@@ -9,9 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from octopus_trl.agent.config import RolloutConfig
     from octopus_trl.agent.rollout import EpisodeRunner
     from octopus_trl.engine import Cursor, Engine
     from octopus_trl.models import prepare_model
+    from octopus_trl.protocols import SamplingParams
     from octopus_trl.trace import Trace, TraceError
     from octopus_trl.train.config import OctopusGRPOConfig
     from octopus_trl.train.packing import score_traces
@@ -25,6 +27,8 @@ _HOMES = {
     "EpisodeRunner": "octopus_trl.agent.rollout",
     "OctopusGRPOConfig": "octopus_trl.train.config",
     "OctopusGRPOTrainer": "octopus_trl.train.trainer",
+    "RolloutConfig": "octopus_trl.agent.config",
+    "SamplingParams": "octopus_trl.protocols",
     "Trace": "octopus_trl.trace",
     "TraceError": "octopus_trl.trace",
     "prepare_model": "octopus_trl.models",
@@ -37,6 +41,8 @@ __all__ = [
     "EpisodeRunner",
     "OctopusGRPOConfig",
     "OctopusGRPOTrainer",
+    "RolloutConfig",
+    "SamplingParams",
     "Trace",
     "TraceError",
     "prepare_model",

@@ -2,5 +2,6 @@
 
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.engine.engine import Engine
+from octopus_trl.protocols import SamplingParams
 
-__all__ = ["Cursor", "Engine"]
+__all__ = ["Cursor", "Engine", "SamplingParams"]

@@ -19,6 +19,8 @@ PUBLIC = {
     "EpisodeRunner",
     "OctopusGRPOConfig",
     "OctopusGRPOTrainer",
+    "RolloutConfig",
+    "SamplingParams",
     "Trace",
     "TraceError",
     "prepare_model",
