@@ -69,7 +69,7 @@ class ThreadRecord:
     head: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Trace:
     """One episode as a DAG of segments (schema in DESIGN §2).
 
@@ -138,6 +138,13 @@ class Trace:
             "events": [dict(event) for event in self.events],
             "meta": dict(self.meta),
         }
+
+    def __repr__(self) -> str:
+        # Short: libraries print whole data-set rows in warnings.
+        return (
+            f"Trace({self.episode_id!r}, {len(self.threads)} threads, "
+            f"{len(self.segments)} segments, {sum(self.lengths)} tokens, reward {self.reward})"
+        )
 
     @property
     def parents(self) -> list[int | None]:

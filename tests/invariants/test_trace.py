@@ -431,3 +431,10 @@ def test_no_moved_start_edge_or_owner_slips_through_unless_it_is_consistent(
     trace.segments[index].start += shift
     with pytest.raises(TraceError, match=rf"segment {index}\b"):
         trace.check()
+
+
+def test_a_trace_prints_as_one_short_line() -> None:
+    tokens = list(range(50_000))
+    segments = [Segment(0, 0, None, "prompt", tokens)]
+    trace = Trace("e", "p", segments=segments, threads=[ThreadRecord(0, None, head=0)])
+    assert repr(trace) == "Trace('e', 1 threads, 1 segments, 50000 tokens, reward None)"
