@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
 from octopus_trl.trace_files import TraceWriter, read_traces
+from octopus_trl.train.startup import load_pretrained, make_output_folder, read_json
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
 
@@ -61,14 +63,17 @@ def main() -> None:
     )
     folder = Path(asked.output)
     setting = {key: value for key, value in vars(asked).items() if key not in ("output", "live")}
-    _check_setting(folder, setting)
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.float32)
+    model = load_pretrained(
+        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=torch.float32
+    )
     if asked.adapter:
-        model = PeftModel.from_pretrained(model, asked.adapter)
+        model = load_pretrained(
+            partial(PeftModel.from_pretrained, model), "--adapter", asked.adapter
+        )
     model = prepare_model(model).eval()
     runner = EpisodeRunner(
         Engine(model, page_size=16),
-        AutoTokenizer.from_pretrained(asked.model),
+        load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model),
         backend,
         RolloutConfig(
             **WORLD_ROLLOUT,
@@ -77,6 +82,7 @@ def main() -> None:
             max_live_episodes=asked.live,
         ),
     )
+    _check_setting(folder, setting)
     answers = {prompt_id_of(row): row["answers"] for row in rows}
     with TraceWriter(folder / "traces.jsonl") as writer:
         _run(runner, writer, rows, answers, asked.seed)
@@ -113,8 +119,8 @@ def _run(runner: EpisodeRunner, writer: TraceWriter, rows: list, answers: dict, 
 def _check_setting(folder: Path, setting: dict) -> None:
     """Keep one setting a folder, so that a resumed evaluation never mixes two."""
     path = folder / "setting.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != setting:
+    make_output_folder(folder, "--output")
+    if path.exists() and read_json(str(path), "setting") != setting:
         raise ConfigError(
             f"{path} holds another setting: an evaluation goes on only with its own; give another "
             "--output"

@@ -8,17 +8,16 @@ Writes the model, tokenizer and log to `output_dir`; killed and started again wi
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from trl import TrlParser
+from transformers.trainer_utils import get_last_checkpoint
 
 from octopus_trl import prepare_model
-from octopus_trl.errors import OctopusError
+from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_mixture import SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
@@ -27,6 +26,13 @@ from octopus_trl.train.sft import (
     OctopusSFTTrainer,
     RowDataset,
     initialise_decay,
+)
+from octopus_trl.train.startup import (
+    check_report_to,
+    load_pretrained,
+    make_output_folder,
+    read_arguments,
+    read_json,
 )
 
 
@@ -52,33 +58,57 @@ class ScriptArguments:
 
 
 def main() -> None:
-    parser = TrlParser((ScriptArguments, OctopusSFTConfig))
-    script, args = parser.parse_args_and_config()
+    script, args = read_arguments((ScriptArguments, OctopusSFTConfig))
+    make_output_folder(args.output_dir)
+    resume = resume_point(args.resume_from_checkpoint, args.output_dir)
+    check_report_to(args.report_to)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(args.seed)
     if script.init_from:
-        model = AutoModelForCausalLM.from_pretrained(script.init_from, dtype=torch.float32)
+        model = load_pretrained(
+            AutoModelForCausalLM.from_pretrained, "init_from", script.init_from, dtype=torch.float32
+        )
     else:
-        settings = json.loads(Path(script.model_config).read_text())
+        settings = read_json(script.model_config, "model_config")
         settings.pop("model_type", None)
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**settings))
         if args.decay_log_uniform:
             initialise_decay(model, seed=args.seed)
     prepare_model(model)
     tokenizer = build_tokenizer()
-    stages = json.loads(Path(script.curriculum).read_text())
+    stages = read_json(script.curriculum, "curriculum")
     mixture = SealJoinMixture(load_world(script.world, snippet_tokens=0), tokenizer, stages)
     rows = RowDataset(
         mixture, num_rows=args.max_steps, pack_tokens=args.pack_tokens, seed=args.seed
     )
     trainer = OctopusSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     trainer.save_state()
+
+
+def resume_point(asked: str | None, folder: str) -> str | None:
+    """Turn `resume_from_checkpoint` into a folder, None for a fresh start.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
+    word = (asked or "false").strip().lower()
+    if word == "false":
+        return None
+    found = get_last_checkpoint(folder) if word == "true" else asked
+    if found is None or not Path(found).is_dir():
+        place = f"no checkpoint under {folder}" if found is None else "there is no such folder"
+        raise ConfigError(
+            f"resume_from_checkpoint={asked}: {place}; leave it out to start afresh, or give the "
+            "folder of one"
+        )
+    return str(found)
 
 
 if __name__ == "__main__":
     try:
         main()
     except OctopusError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

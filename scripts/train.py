@@ -12,14 +12,13 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, get_peft_config
 
 from octopus_trl.agent.corpus import read_questions
 from octopus_trl.agent.reward import exact_match
@@ -30,6 +29,12 @@ from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.interrupt import StopGracefully
 from octopus_trl.train.progress import ShowProgress
+from octopus_trl.train.startup import (
+    check_report_to,
+    load_pretrained,
+    make_output_folder,
+    read_arguments,
+)
 from octopus_trl.train.trainer import OctopusGRPOTrainer
 from octopus_trl.train.weights import say
 
@@ -75,13 +80,22 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
     if not sys.stderr.isatty():
         disable_progress_bar()
-    script, args, model_args = parse()
+    script, args, model_args = read_arguments(
+        (OctopusScriptArguments, OctopusGRPOConfig, ModelConfig)
+    )
     name = model_args.model_name_or_path
     if name is None:
         raise ConfigError("model_name_or_path is not set: name a folder or a hub model")
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=model_args.model_revision)
+    check_report_to(args.report_to)
+    tokenizer = load_pretrained(
+        AutoTokenizer.from_pretrained,
+        "model_name_or_path",
+        name,
+        revision=model_args.model_revision,
+    )
     corpus = open_corpus(script, args, tokenizer)
     train, held_out = load_questions(script, corpus)
+    make_output_folder(args.output_dir)
     args.disable_tqdm = True
     trainer = OctopusGRPOTrainer(
         load_model(model_args),
@@ -106,49 +120,15 @@ def main() -> None:
     finish(trainer, stopped=stop.stopped)
 
 
-def parse() -> tuple[OctopusScriptArguments, OctopusGRPOConfig, ModelConfig]:
-    """Read recipe and command line.
-
-    Raises:
-        ConfigError: the recipe cannot be read, or has a key that no one reads.
-    """
-    parser = TrlParser((OctopusScriptArguments, OctopusGRPOConfig, ModelConfig))
-    try:
-        parsed: Any = parser.parse_args_and_config()
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"--config {error.filename}: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(explain(str(error), parser)) from None
-    return parsed
-
-
-def explain(message: str, parser: TrlParser) -> str:
-    """Add to a parser's message about unknown keys which known ones they resemble."""
-    if "Unknown arguments" not in message:
-        return message
-    known = [action.dest for action in parser._actions]
-    unknown = [part.strip("'[],") for part in message.split() if part.strip("'[").startswith("--")]
-    hints = []
-    for name in unknown:
-        key = name.removeprefix("--")
-        close = get_close_matches(key, known, n=1)
-        hints.append(f"{key}" + (f" (did you mean {close[0]}?)" if close else ""))
-    return f"the recipe has unknown keys: {', '.join(hints)}"
-
-
 def load_model(model_args: ModelConfig) -> Any:
     """Load the text model of a checkpoint as an instance, so that TRL does not guess a class."""
     options: dict[str, Any] = {"dtype": model_args.dtype, "revision": model_args.model_revision}
     if model_args.attn_implementation is not None:
         options["attn_implementation"] = model_args.attn_implementation
-    try:
-        return AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, **options)
-    except OSError as error:
-        raise ConfigError(
-            f"model_name_or_path={model_args.model_name_or_path}: {str(error).splitlines()[0]}"
-        ) from None
+    name = model_args.model_name_or_path
+    return load_pretrained(
+        AutoModelForCausalLM.from_pretrained, "model_name_or_path", name, **options
+    )
 
 
 def open_corpus(script: OctopusScriptArguments, args: OctopusGRPOConfig, tokenizer: Any) -> Any:
@@ -171,10 +151,12 @@ def load_questions(
     folder = Path(script.data)
     world = corpus.world if is_world(script.data) else None
     sets: list[list[dict[str, Any]] | None] = []
-    for split, file, count in (
-        ("train", script.train_file, script.num_train_questions),
-        ("test", script.eval_file, script.num_eval_questions),
+    for name, split, file, count in (
+        ("train", "train", script.train_file, script.num_train_questions),
+        ("eval", "test", script.eval_file, script.num_eval_questions),
     ):
+        if count is not None and count < (1 if split == "train" else 0):
+            raise ConfigError(f"num_{name}_questions={count}: leave it out or ask for at least one")
         if file is not None:
             sets.append(read_questions(folder / file)[:count])
         elif world is not None and (split == "train" or count):

@@ -32,8 +32,14 @@ def settle_targets(model: nn.Module, peft_config: Any) -> Any:
     Returns:
         The same config; without targets it gets those of `PROJECTIONS` that the model has.
     Raises:
-        ConfigError: a name matches no module of the model, says which names there are.
+        ConfigError: a name matches no module of the model, says which names there are; a rank or
+            a dropout out of range.
     """
+    rank, dropout = getattr(peft_config, "r", 1), getattr(peft_config, "lora_dropout", 0.0)
+    if rank < 1:
+        raise ConfigError(f"lora_r={rank}: must be at least 1, the rank of the adapter")
+    if not 0.0 <= dropout < 1.0:
+        raise ConfigError(f"lora_dropout={dropout}: must lie in [0, 1); 0 switches it off")
     linear = linear_names(model)
     if not hasattr(peft_config, "target_modules"):
         return peft_config

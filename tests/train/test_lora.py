@@ -47,3 +47,13 @@ def test_names_and_patterns_that_match_are_kept(targets: Any) -> None:
     config = settle_targets(tiny_hybrid(), LoraConfig(r=2, target_modules=targets))
     kept = config.target_modules
     assert kept == (targets if isinstance(targets, str) else set(targets))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [({"r": 0}, "lora_r=0"), ({"lora_dropout": 1.0}, r"lora_dropout=1\.0")],
+    ids=["rank", "dropout"],
+)
+def test_a_rank_or_a_dropout_out_of_range_is_refused(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        settle_targets(tiny_hybrid(), LoraConfig(**setting))

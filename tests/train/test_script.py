@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,15 @@ def test_a_run_on_a_corpus_of_ones_own_saves_model_state_and_traces(
         ({"page_size": 0}, "page_size=0"),
         ({"window": 64}, "window"),
         ({"resume_from_checkpoint": "true"}, "no whole checkpoint under"),
+        ({"model_name_or_path": "no/where/at/all"}, "model_name_or_path=no/where/at/all: no such"),
+        ({"output_dir": "/proc/none"}, "output_dir=/proc/none: cannot be written"),
+        ({"dtype": "float99"}, "dtype='float99': must be one of auto, bfloat16"),
+        ({"window": [3]}, r"window=\[3\]: must be one number"),
+        ({"window": "many"}, "invalid int value: 'many'"),
+        ({"report_to": "nowhere"}, "report_to=.*nowhere is not supported"),
+        ({"num_train_questions": -1}, "num_train_questions=-1: leave it out"),
+        ({"use_peft": True, "lora_r": 0}, "lora_r=0: must be at least 1"),
+        ({"use_peft": True, "lora_dropout": 3.0}, "lora_dropout=3.0: must lie in"),
         ({"steps_per_generation": 2, "generation_batch_size": 2}, "can not be both"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -108,6 +118,49 @@ def test_a_wrong_setting_is_one_clear_error(
     with pytest.raises(ConfigError, match=says) as error:
         launch(monkeypatch, tmp_path, **settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--num_generatons", "4"], r"num_generatons \(did you mean num_generations\?\)"),
+        (["--windo=9"], r"windo \(did you mean window\?\)"),
+        (["--window", "many"], "argument --window: invalid int value: 'many'"),
+        (["astray"], "words that belong to no setting: astray"),
+        (["--config"], "names no file"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_wrong_command_line_is_one_clear_error_without_the_usage(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    says: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--use_cpu", "true", "--bf16", "false", *words])
+    with pytest.raises(ConfigError, match=says):
+        SCRIPT["main"]()
+    assert "usage:" not in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_no_yaml_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("a: [1,\nb: }")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(recipe)])
+    with pytest.raises(ConfigError, match=r"not YAML, .* line 2") as error:
+        SCRIPT["main"]()
+    assert "\n" not in str(error.value)
+
+
+def test_weights_that_are_cut_short_are_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Path, corpus: Path
+) -> None:
+    cut = shutil.copytree(policy, tmp_path / "cut")
+    os.truncate(cut / "model.safetensors", 100)
+    with pytest.raises(ConfigError, match=f"model_name_or_path={cut}"):
+        launch(monkeypatch, tmp_path, model_name_or_path=str(cut), data=str(corpus))
 
 
 def test_from_a_shell_an_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
