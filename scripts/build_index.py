@@ -26,6 +26,13 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"error: {options.folder}: the index cannot be written there ({error.strerror}); copy "
+            "the corpus to a folder that can",
+            file=sys.stderr,
+        )
+        return 2
     seconds = time.perf_counter() - start
     print(f"{len(backend.corpus)} documents indexed in {seconds:.1f} s: {place}")
     print(f"fingerprint {backend.fingerprint()}")

@@ -13,8 +13,10 @@ import json
 import sys
 from pathlib import Path
 
+from octopus_trl.agent.corpus import CORPUS_FILE
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join import FULL, World, WorldConfig
+from octopus_trl.eval.seal_join_backend import is_world
 from octopus_trl.eval.seal_join_studio import make_shards
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, help="of the expert episodes; default: all cores")
     options = parser.parse_args()
     try:
+        check_options(options)
         config = dataclasses.replace(FULL if options.full else WorldConfig(), seed=options.seed)
         world = World(config)
         world.write(options.folder)
@@ -50,9 +53,33 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"error: {options.folder}: cannot be written ({error.strerror}); name another folder",
+            file=sys.stderr,
+        )
+        return 2
     made = f"{len(world.docid)} pages, {options.train} + {options.test} questions"
     print(f"{made}, {options.experts} expert episodes: {options.folder}")
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse numbers below 0 and a folder that holds pages which are no world.
+
+    Raises:
+        ConfigError: says which, and what to give instead.
+    """
+    for name in ("train", "test", "experts"):
+        if getattr(options, name) < 0:
+            raise ConfigError(f"--{name} {getattr(options, name)}: must be at least 0")
+    if options.processes is not None and options.processes < 1:
+        raise ConfigError(f"--processes {options.processes}: must be at least 1")
+    corpus = options.folder / CORPUS_FILE
+    if corpus.exists() and not is_world(options.folder):
+        raise ConfigError(
+            f"{corpus} is no seal join corpus and would be overwritten: name another folder"
+        )
 
 
 if __name__ == "__main__":

@@ -112,8 +112,8 @@ class Bm25Backend:
         ends: TokenEnds = word_ends,
         index: bm25s.BM25 | None = None,
     ) -> None:
-        if k1 < 0 or not 0 <= b <= 1:
-            raise ConfigError(f"k1={k1}, b={b}: k1 must be at least 0 and b lie in [0, 1]")
+        if not 0 <= k1 < float("inf") or not 0 <= b <= 1:
+            raise ConfigError(f"k1={k1}, b={b}: k1 must be finite and at least 0, b lie in [0, 1]")
         if snippet_tokens < 0 or page_tokens < 1:
             raise ConfigError(
                 f"snippet_tokens={snippet_tokens}, page_tokens={page_tokens}: a snippet has at "

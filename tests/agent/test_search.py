@@ -192,7 +192,8 @@ def test_a_large_corpus_without_an_index_is_not_indexed_at_every_start(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"k1": -0.1}, {"b": 1.5}, {"page_tokens": 0}, {"snippet_tokens": -1}]
+    "settings",
+    [{"k1": -0.1}, {"k1": float("nan")}, {"b": 1.5}, {"page_tokens": 0}, {"snippet_tokens": -1}],
 )
 def test_settings_out_of_range_are_refused(tmp_path: Path, settings: dict) -> None:
     with pytest.raises(ConfigError):

@@ -71,6 +71,19 @@ def test_the_shipped_folder_is_what_the_script_writes(tmp_path: Path) -> None:
             assert shipped.read_bytes() == path.read_bytes(), f"{shipped} differs"
 
 
+def test_the_script_never_writes_over_a_corpus_that_is_no_world(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("mine")
+    script = Path(__file__).parents[2] / "scripts" / "build_world.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {corpus} is no seal join corpus")
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+    assert corpus.read_text() == "mine"
+
+
 def test_shipped_questions_read_and_answers_follow_from_their_salts(world: World) -> None:
     for split in SPLITS:
         rows = read_questions(SHIPPED / f"questions_{split}.jsonl")
