@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from octopus_trl.errors import ConfigError
@@ -39,6 +40,15 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ConfigError(f"{name}={value!r}: must be a number")
+        for name in ("top_k", "max_tokens", "seed"):
+            value = getattr(self, name)
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole and (name != "seed" or value is not None):
+                raise ConfigError(f"{name}={value!r}: must be an integer")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature={self.temperature!r}: must be finite and at least 0")
         if not 0.0 < self.top_p <= 1.0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 from octopus_trl.engine.cursor import Cursor
@@ -26,9 +28,15 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, *, at_least: int = 0) -
     """Give token ids as plain integers.
 
     Raises:
-        ConfigError: too few, or one outside the vocabulary.
+        ConfigError: too few, one outside the vocabulary, or no integers.
     """
-    ids = [int(token) for token in tokens]
+    try:
+        ids = [index(token) for token in tokens]
+    except TypeError as error:
+        raise ConfigError(
+            f"tokens={reprlib.repr(tokens)}: must be a sequence of integer token ids ({error}); "
+            "encode with the model's own tokenizer"
+        ) from None
     if len(ids) < at_least:
         raise ConfigError(f"{len(ids)} tokens: give at least {at_least}")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:

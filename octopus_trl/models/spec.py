@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,6 +111,10 @@ def _mount_set(
                 f"reader its sibling's goal: give layer indices among {attention}"
             )
         return tuple(attention)
+    if not isinstance(asked, Iterable):
+        raise ConfigError(
+            f"mount_layers={asked!r}: must be a list of layer indices among {attention}"
+        )
     layers = list(asked)
     wrong = [
         layer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -335,3 +337,39 @@ def test_generate_refuses_what_does_not_fit(hybrid: Any, sampling: Any, words: s
     cursors = [cursor] if sampling is not None else [cursor, cursor]
     with pytest.raises(ConfigError, match=words):
         engine.generate(cursors, SamplingParams() if sampling is None else sampling, until=())
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"seed": "a"}, "seed='a': must be an integer"),
+        ({"max_tokens": None}, "max_tokens=None: must be an integer"),
+        ({"max_tokens": 1.5}, r"max_tokens=1\.5: must be an integer"),
+        ({"top_k": 2.0}, r"top_k=2\.0: must be an integer"),
+        ({"temperature": None}, "temperature=None: must be a number"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_wrong_type_is_refused_before_any_turn_runs(
+    setting: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplingParams(**setting)
+
+
+@pytest.mark.parametrize("given", [[1.5], ["a"], None, 5, "abc", torch.ones(1, 2)], ids=repr)
+def test_tokens_that_are_no_integers_are_refused_and_never_rounded(hybrid: Any, given: Any) -> None:
+    engine = small_engine(hybrid)
+    cursor = engine.open(tokens(5))
+    for call in (engine.open, partial(engine.extend, cursor)):
+        with pytest.raises(ConfigError, match="must be a sequence of integer token ids"):
+            call(given)
+    assert cursor.num_tokens == 5
+
+
+def test_tokens_may_be_integers_of_torch_and_numpy(hybrid: Any) -> None:
+    engine = small_engine(hybrid)
+    plain = engine.logits(engine.open([1, 2, 3]))
+    given: Any
+    for given in (torch.tensor([1, 2, 3]), np.asarray([1, 2, 3])):
+        assert torch.equal(engine.logits(engine.open(given)), plain)
