@@ -1,11 +1,13 @@
 """The loss of one packed row, and what is measured on the way.
 
-Per owned token t of tree i with ratio r_t = exp(logp_t − old_t), weight w_t and advantage A_i:
+Per owned token t of tree i with ratio r_t = exp(logp_t − old_t), weight w_t, count m_t and
+advantage A_t = A_i + credit of its thread:
 
-    l_t = −w_t · min(r_t A_i, clip(r_t, 1 − ε_low, 1 + ε_high) A_i) + β · k3(t)        (paper Eq. 9)
-    loss = (1/N) Σ_i (1/Z_i) Σ_{t in i} l_t
+    l_t = −w_t · min(r_t A_t, clip(r_t, 1 − ε_low, 1 + ε_high) A_t) + β · k3(t)        (paper Eq. 9)
+    loss = (1/N) Σ_i (1/Z_i) Σ_{t in i} m_t l_t,    Z_i = Σ_{t in i} m_t
 
-over the N trees of the whole batch, however they are packed.
+over the N trees of the whole batch, however they are packed. m_t is 1; the ablations count a token
+once for each leaf below it, or a rewound one not at all.
 """
 
 from __future__ import annotations
@@ -30,11 +32,15 @@ MEANS = (
     "clip_ratio/region_mean",
     "importance_weight/mean",
     "importance_weight/capped",
+    "ratio/mean",
+    "advantage/mean",
+    "advantage/abs",
+    "tree/z",
     "entropy_estimate",
     "packing/row_tokens",
     "packing/left_out",
 )
-PEAKS = (f"{KL}/max_abs", "importance_weight/max")
+PEAKS = (f"{KL}/max_abs", "importance_weight/max", "ratio/max", "advantage/max_abs", "tree/z_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,8 @@ class LossSettings:
         epsilon_low, epsilon_high: the ratio is clipped to [1 − low, 1 + high].
         weight_cap: cap of the truncated importance weights, None for none.
         correct_kl: multiply the k3 term by the ratio, TRL's `use_bias_correction_kl`.
+        weigh_trees: one importance weight a tree instead of one a token, see
+            `maths.objective.truncated_importance_weights` for why that fails on long trees.
     """
 
     beta: float
@@ -53,6 +61,7 @@ class LossSettings:
     epsilon_high: float
     weight_cap: float | None
     correct_kl: bool
+    weigh_trees: bool = False
 
 
 def row_loss(
@@ -66,8 +75,8 @@ def row_loss(
     old = logps.detach() if row.old_logps is None else _tensor(row.old_logps, logps)
     sampled = torch.from_numpy(row.sampling_logps).to(device)
     tree_of_token = torch.from_numpy(row.tree_of_token).to(device)
-    num_owned = torch.from_numpy(row.num_owned).to(device)
-    advantages = _tensor(row.advantages, logps)[tree_of_token]
+    counts = _tensor(row.counts, logps)
+    advantages = _tensor(row.advantages, logps)[tree_of_token] + _tensor(row.credits, logps)
 
     per_token = maths.clipped_surrogate(
         logps,
@@ -78,7 +87,8 @@ def row_loss(
     )
     weights = None
     if settings.weight_cap is not None:
-        weights = _importance_weights(old, sampled, settings.weight_cap)
+        trees = tree_of_token if settings.weigh_trees else None
+        weights = _importance_weights(old, sampled, settings.weight_cap, trees, row.num_trees)
         per_token = per_token * weights
     kl = None
     if settings.beta != 0.0 and row.ref_logps is not None:
@@ -91,7 +101,10 @@ def row_loss(
     else:
         per_token = per_token * 0.0
     return maths.tree_loss(
-        per_token, tree_index=tree_of_token, num_owned=num_owned, num_trees=num_trees
+        per_token * counts,
+        tree_index=tree_of_token,
+        num_owned=_tensor(row.normalisers, logps),
+        num_trees=num_trees,
     )
 
 
@@ -128,6 +141,14 @@ def _measure(
 ) -> None:
     count = len(row.targets)
     measure_rollout_kl(meter, old, sampled, row)
+    ratio = (logps - old).exp()
+    meter.add("ratio/mean", ratio.sum().item(), count)
+    meter.peak("ratio/max", ratio.max().item())
+    meter.add("advantage/mean", advantages.sum().item(), count)
+    meter.add("advantage/abs", advantages.abs().sum().item(), count)
+    meter.peak("advantage/max_abs", advantages.abs().max().item())
+    meter.add("tree/z", row.normalisers.sum(), row.num_trees)
+    meter.peak("tree/z_max", row.normalisers.max())
     low, high = maths.is_clipped(
         logps,
         old_logps=old,
@@ -146,11 +167,15 @@ def _measure(
         meter.add("kl", kl.detach().sum().item(), count)
 
 
-def _importance_weights(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
+def _importance_weights(
+    old: Tensor, sampled: Tensor, cap: float, tree_index: Tensor | None, num_trees: int
+) -> Tensor:
     """Weigh tokens by min(p_old / p_sampled, cap); a token without a record weighs 1."""
     known = torch.isfinite(sampled)
     sampled = torch.where(known, sampled.to(old.dtype), old)
-    return maths.truncated_importance_weights(old, sampling_logps=sampled, cap=cap)
+    return maths.truncated_importance_weights(
+        old, sampling_logps=sampled, cap=cap, tree_index=tree_index, num_trees=num_trees
+    )
 
 
 def _tensor(values: Floats, like: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ A tree is a trace and its advantage. Only action tokens carry loss, each once; r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from octopus_trl.trace import Segment, ThreadRecord, Trace
 UNMOUNTED, MOUNTED, REWOUND = 0, 1, 2  # each owned token is one of these
 WHERE = ("unmounted", "mounted", "rewound")
 
+TOKEN_COUNTS = ("owner", "per_leaf")
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -29,6 +31,7 @@ class Tree:
 
     Attributes:
         advantage: given to every owned token.
+        credit: what is added to it for the tokens of a thread, by thread.
         old_logps: [Z] of the policy that the ratio divides by; None is the current one.
         ref_logps: [Z] of the reference, where `beta` is not 0.
     """
@@ -37,6 +40,30 @@ class Tree:
     advantage: float
     old_logps: Floats | None = None
     ref_logps: Floats | None = None
+    credit: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any token of it has an advantage."""
+        return self.advantage != 0.0 or any(self.credit.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """How often each sampled token counts in the loss.
+
+    Attributes:
+        count: "owner" counts it once, which is the gradient of the episode's log-likelihood;
+            "per_leaf" once for each leaf below it, as separate root-to-leaf rows would: a trunk
+            above three leaves counts three times (the biased baseline of the paper).
+        rewound_loss: whether tokens on a branch that was left by a rewind count at all.
+    """
+
+    count: str = "owner"
+    rewound_loss: bool = True
+
+
+OWNER = TokenRule()
 
 
 @dataclass(slots=True)
@@ -48,7 +75,9 @@ class LossRow:
         rows, targets: [M] rows that predict and the token ids that they predict.
         tree_of_token: [M] index into the N trees of this row.
         advantages: [N].
-        num_owned: [N] tokens that carry loss, Z.
+        credits: [M] what branch credit adds to the advantage.
+        counts: [M] how often the token counts in the loss; Z of a tree is their sum.
+        num_owned: [N] owned tokens, counted or not.
         sampling_logps: [M] as drawn, NaN where the trace has none.
         old_logps, ref_logps: [M], or None.
         where: [M] int8, UNMOUNTED, MOUNTED or REWOUND.
@@ -67,6 +96,13 @@ class LossRow:
     ref_logps: Floats | None
     where: npt.NDArray[np.int8]
     after_rewind: npt.NDArray[np.bool_]
+    credits: Floats
+    counts: Floats
+
+    @property
+    def normalisers(self) -> Floats:
+        """[N] Z of each tree: the sum of its counts."""
+        return np.bincount(self.tree_of_token, self.counts, minlength=self.num_trees)
 
     @property
     def num_trees(self) -> int:
@@ -74,12 +110,12 @@ class LossRow:
         return len(self.num_owned)
 
 
-def build_row(trees: Sequence[Tree], *, mounts: MountMode) -> LossRow:
+def build_row(trees: Sequence[Tree], *, mounts: MountMode, tokens: TokenRule = OWNER) -> LossRow:
     """Pack trees into one row and gather what each owned token carries."""
     packed = pack([tree.trace for tree in trees], mounts=mounts)
-    parts = [_owned_tokens(packed, index, tree.trace) for index, tree in enumerate(trees)]
-    rows, targets, sampled, where, after = (
-        np.concatenate([part[column] for part in parts]) for column in range(5)
+    parts = [_owned_tokens(packed, index, tree, tokens) for index, tree in enumerate(trees)]
+    rows, targets, sampled, where, after, added, counts = (
+        np.concatenate([part[column] for part in parts]) for column in range(7)
     )
     num_owned = np.array([len(part[0]) for part in parts], dtype=np.int64)
     return LossRow(
@@ -95,6 +131,8 @@ def build_row(trees: Sequence[Tree], *, mounts: MountMode) -> LossRow:
         _joined([tree.ref_logps for tree in trees]),
         where.astype(np.int8),
         after.astype(bool),
+        added.astype(np.float64),
+        counts.astype(np.float64),
     )
 
 
@@ -112,6 +150,7 @@ def empty_row() -> LossRow:
     )
     row = build_row([Tree(trace, 0.0)], mounts="live")
     row.num_owned = np.zeros(1, dtype=np.int64)
+    row.counts[:] = 0.0
     return row
 
 
@@ -204,26 +243,47 @@ def num_rewinds(trace: Trace) -> int:
     return sum(count - 1 for count in children.values())
 
 
-def _owned_tokens(packed: PackedRow, index: int, trace: Trace) -> list[npt.NDArray[np.generic]]:
-    """Gather rows, targets, sampling log-probs, place and after-rewind of one tree's tokens."""
+def leaves_below(trace: Trace) -> npt.NDArray[np.int64]:
+    """[N] leaf chains through each segment; a leaf counts itself."""
+    counts = np.zeros(len(trace.segments), dtype=np.int64)
+    for segment in reversed(trace.segments):
+        counts[segment.id] = max(counts[segment.id], 1)
+        if segment.parent is not None:
+            counts[segment.parent] += counts[segment.id]
+    return counts
+
+
+def _owned_tokens(
+    packed: PackedRow, index: int, tree: Tree, rule: TokenRule
+) -> list[npt.NDArray[np.generic]]:
+    """Gather what each owned token of one tree carries, in the order of LossRow's fields."""
+    trace = tree.trace
     rewound = rewound_segments(trace)
     after = _after_rewind(trace)
     reads = np.asarray(dag.mounted_matrix(trace.parents, trace.mounts).any(axis=1))
-    columns: list[list[npt.NDArray[np.generic]]] = [[], [], [], [], []]
+    leaves = leaves_below(trace) if rule.count == "per_leaf" else None
+    kinds = (np.int64, np.int64, np.float64, np.int8, np.bool_, np.float64, np.float64)
+    columns: list[list[npt.NDArray[np.generic]]] = [[] for _ in kinds]
     for segment in trace.segments:
         if segment.kind != "action":
             continue
         rows = packed.predictors(index, segment.id)
         known = rows != NO_ROW
-        count = int(known.sum())
+        left = segment.id in rewound
         logps = segment.logps if segment.logps is not None else [np.nan] * len(segment.tokens)
         where = MOUNTED if reads[segment.id] else UNMOUNTED
-        columns[0].append(rows[known])
-        columns[1].append(np.asarray(segment.tokens, dtype=np.int64)[known])
-        columns[2].append(np.asarray(logps, dtype=np.float64)[known])
-        columns[3].append(np.full(count, REWOUND if segment.id in rewound else where, np.int8))
-        columns[4].append(np.full(count, segment.id in after, dtype=bool))
-    kinds = (np.int64, np.int64, np.float64, np.int8, np.bool_)
+        count = 1 if leaves is None else leaves[segment.id]
+        shared = (
+            REWOUND if left else where,
+            segment.id in after,
+            tree.credit.get(segment.thread, 0.0),
+            0 if left and not rule.rewound_loss else count,
+        )
+        own = (rows, np.asarray(segment.tokens), np.asarray(logps))
+        for column, values, kind in zip(columns, own, kinds):
+            column.append(values[known].astype(kind))
+        for column, value, kind in zip(columns[3:], shared, kinds[3:], strict=True):
+            column.append(np.full(int(known.sum()), value, dtype=kind))
     return [
         np.concatenate(parts) if parts else np.empty(0, dtype=kind)
         for parts, kind in zip(columns, kinds, strict=True)
