@@ -36,7 +36,7 @@ def token_logps(
         head: maps [n, d] to logits [n, vocab]; its parameters get gradients.
         rows: [M] int64 into T.
         targets: [M] int64 token ids.
-        temperature: above 0, divides the logits.
+        temperature: above 0 and finite, divides the logits.
         chunk: targets scored at once; memory grows with chunk times vocab.
 
     Returns:
@@ -44,12 +44,12 @@ def token_logps(
         `head` even when M is 0, so that an empty row still takes part in a backward pass.
 
     Raises:
-        ConfigError: temperature or chunk is not positive.
+        ConfigError: temperature or chunk is not positive, or not finite.
     """
-    if temperature <= 0 or chunk < 1:
+    if not 0 < temperature < float("inf") or chunk < 1:
         raise ConfigError(
-            f"temperature={temperature}, chunk={chunk}: both must be positive; greedy decoding is "
-            "temperature 0 of the sampler, its log-probabilities are those of temperature 1"
+            f"temperature={temperature}, chunk={chunk}: both must be positive and finite; "
+            "greedy decoding is temperature 0 of the sampler, its log-probabilities are those of temperature 1"
         )
 
     def score(part: Tensor, wanted: Tensor) -> Tensor:

@@ -13,77 +13,8 @@ from trl import GRPOConfig
 
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.errors import ConfigError
-
-# What the trainer does not run: field -> (the value that stands for off, what to use instead).
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "use_vllm": ((False,), "episodes fork, mount and rewind in our own engine in process; drop it"),
-    "use_transformers_continuous_batching": (
-        (False,),
-        "it runs no recurrent layers and cannot fork; our engine batches all threads already",
-    ),
-    "use_transformers_paged": ((False,), "our engine pages already; set page_size and num_pages"),
-    "generation_kwargs": ((None,), "set temperature, max_new_tokens and the eval_* fields"),
-    "max_completion_length": (
-        (512, None),
-        "an episode has many turns; set max_new_tokens (a turn) and window (a thread)",
-    ),
-    "ds3_gather_for_generation": (
-        (True,),
-        "ranks with uneven episodes may not wait for each other's layers; drop it",
-    ),
-    "cache_implementation": ((None,), "the engine owns its pages; set page_size and num_pages"),
-    "max_tool_calling_iterations": ((None,), "set max_turns"),
-    "loss_type": (
-        ("grpo",),
-        (
-            "a tree's loss is the mean over its own tokens and the batch's is the mean over trees, "
-            "which is loss_type: grpo with one tree as one sequence"
-        ),
-    ),
-    "scale_rewards": (
-        ("none", False),
-        (
-            "advantages are R minus the mean of the other rollouts, not divided by a deviation; "
-            "set scale_rewards: none"
-        ),
-    ),
-    "importance_sampling_level": (
-        ("token",),
-        "the ratio is clipped per token (paper Eq. 9); set importance_sampling_level: token",
-    ),
-    "multi_objective_aggregation": (
-        ("sum_then_normalize",),
-        "rewards are summed by reward_weights before the baseline; drop it",
-    ),
-    "delta": ((None,), "only the ratio of Eq. 9 is clipped; set epsilon and epsilon_high"),
-    "top_p": (
-        (1.0,),
-        (
-            "training samples by temperature alone, the log-probs know no cut; "
-            "set eval_top_p for evaluation"
-        ),
-    ),
-    "top_k": ((0,), "training samples by temperature alone; set eval_top_k for evaluation"),
-    "min_p": ((None, 0.0), "training samples by temperature alone; set eval_min_p for evaluation"),
-    "repetition_penalty": ((1.0,), "training samples by temperature alone; drop it"),
-    "top_entropy_quantile": ((1.0,), "every owned token carries loss; drop it"),
-    "entropy_coef": ((0.0,), "the objective has no entropy term; drop it"),
-    "use_adaptive_entropy": ((False,), "the objective has no entropy term; drop it"),
-    "off_policy_mask_threshold": (
-        (None,),
-        "off-policy tokens are weighted; set importance_weight_cap",
-    ),
-    "sync_ref_model": ((False,), "the reference is the model with its adapter off; drop it"),
-    "router_aux_loss_coef": ((None,), "no supported model has experts; drop it"),
-    "use_liger_kernel": ((False,), "fast kernels are picked by octopus_trl.kernels; drop it"),
-    "pad_to_multiple_of": ((None, "auto"), "packed rows are not padded; drop it"),
-    "remove_unused_columns": ((False, None), "answers are columns that rewards read; drop it"),
-    "auto_find_batch_size": (
-        (False,),
-        "a smaller batch would break groups; lower max_row_tokens, which changes no gradient",
-    ),
-    "fsdp": ((None, "", [], False), "use DeepSpeed ZeRO-2 or ZeRO-3 (accelerate_configs/)"),
-}
+from octopus_trl.train.ranges import check_ranges
+from octopus_trl.train.refused import REFUSED
 
 
 def described(text: str, unit: str = "-", symbol: str = "-") -> dict[str, str]:
@@ -190,11 +121,43 @@ class OctopusGRPOConfig(GRPOConfig):
     )
 
     # Objective
+    credit: str = own(
+        "outcome",
+        "Credit inside a tree: `outcome` gives every token the episode's advantage, "
+        "`leave_one_branch_out` adds to a branch's tokens what the episode loses without it.",
+    )
+    credit_estimator: str = own(
+        "score",
+        "How that loss is estimated: `score` the first gold answer again without the branch's "
+        "mounts, or `resample` the turns that had read it and reward the new answer.",
+    )
+    credit_weight: float = own(0.1, "Weight of branch credit.", "reward", "λ")
+    token_count: str = own(
+        "owner",
+        "How often a sampled token counts: once (`owner`), or, as the biased baseline, once for "
+        "each leaf below it (`per_leaf`).",
+        "-",
+        "m, Eq. 6",
+    )
+    rewound_loss: bool = own(
+        True, "Whether tokens on a branch that a rewind left carry loss; false is an ablation."
+    )
+    old_logps: str = own(
+        "recompute",
+        "What the ratio divides by where a generation outlives an update: `recompute` scores it "
+        "with the weights that drew it, `rollout` takes the log-probs as they were drawn.",
+        "-",
+        "π_old",
+    )
     importance_weight_cap: float | None = own(
         2.0,
-        "Cap of the per-token weight p_train/p_sampled; none switches the weights off.",
+        "Cap of the weight p_train/p_sampled; none switches the weights off.",
         "ratio",
         "C",
+    )
+    importance_weight_level: str = own(
+        "token",
+        "One weight a `token`, or one a tree (`sequence`), which collapses on long trees.",
     )
 
     # Evaluation
@@ -209,7 +172,15 @@ class OctopusGRPOConfig(GRPOConfig):
         "probability",
     )
 
-    # Records
+    # Hub and records
+    push_attempts: int = own(3, "Tries of each push to the hub; none is fatal.", "tries")
+    push_wait_s: float = own(5.0, "Wait before the second try, doubled for each later one.", "s")
+    peak_tflops: float | None = own(
+        None,
+        "Peak of one device that MFU divides by; none looks the device up and, where it is not "
+        "known, reports no MFU.",
+        "TFLOP/s",
+    )
     trace_every: int = own(
         1, "Write the traces of every n-th generation under traces/; 0 writes none.", "generations"
     )
@@ -217,7 +188,7 @@ class OctopusGRPOConfig(GRPOConfig):
     def __post_init__(self) -> None:
         self._refuse()
         self.mount_layers = parse_mount_layers(self.mount_layers)
-        self._check_ranges()
+        check_ranges(self)
         self.rollout_config()
         self.rollout_config(training=False)
         self._check_group_size("per_device_train_batch_size", self.num_generations)
@@ -259,45 +230,6 @@ class OctopusGRPOConfig(GRPOConfig):
             if not any(value is each or value == each for each in allowed):
                 raise ConfigError(f"{name}={value!r} is not run by OctopusGRPOTrainer: {instead}")
 
-    def _check_ranges(self) -> None:
-        if self.num_generations is None or self.num_generations < 2:
-            raise ConfigError(
-                f"num_generations={self.num_generations}: must be at least 2, the baseline of a "
-                "rollout is the mean of the others"
-            )
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"temperature={self.temperature}: must be above 0 to explore; set eval_temperature "
-                "for greedy evaluation"
-            )
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
-        if self.trace_every < 0:
-            raise ConfigError(f"trace_every={self.trace_every}: must be at least 0; 0 writes none")
-        if self.detach_mounts and self.drop_mounts:
-            raise ConfigError(
-                "detach_mounts and drop_mounts are both true: a dropped edge has no gradient to "
-                "detach; set one"
-            )
-        if self.num_pages is not None and self.num_pages * self.page_size < self.window:
-            raise ConfigError(
-                f"num_pages={self.num_pages} of page_size={self.page_size} hold "
-                f"{self.num_pages * self.page_size} tokens, one thread may need window="
-                f"{self.window}: raise num_pages or lower window"
-            )
-        cap = self.importance_weight_cap
-        if cap is not None and not cap > 0:
-            raise ConfigError(
-                f"importance_weight_cap={cap}: must be above 0, or none to switch weights off"
-            )
-        if self.max_path_tokens is not None and self.max_path_tokens > self.max_row_tokens:
-            raise ConfigError(
-                f"max_path_tokens={self.max_path_tokens} exceeds max_row_tokens="
-                f"{self.max_row_tokens}: a path of that length could never be packed; raise the row"
-            )
-
     def _check_group_size(self, name: str, group: int | None) -> None:
         """Refuse a batch size that would tear a group over micro-steps or ranks."""
         size, group = getattr(self, name), group or 1
@@ -331,14 +263,6 @@ AGENT_FIELDS = (
     "wait_timeout_s",
     "system_prompt",
     "compact_tools",
-)
-_AT_LEAST_ONE = (
-    "page_size",
-    "num_pages",
-    "num_states",
-    "max_row_tokens",
-    "max_path_tokens",
-    "num_generations_eval",
 )
 
 

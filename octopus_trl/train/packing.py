@@ -34,7 +34,7 @@ def score_traces(
         model: a prepared model; differentiable where grad is enabled.
         mounts: "live" edges, "detached" ones (no gradient into the producer), or "dropped" ones
             (edges removed, recorded positions kept).
-        temperature: divides the logits, above 0.
+        temperature: divides the logits, above 0 and finite.
     Returns:
         For each trace and segment, float32 [len(segment)] in natural log.
     Raises:
@@ -43,8 +43,10 @@ def score_traces(
     """
     if mounts not in MOUNT_MODES:
         raise ConfigError(f"mounts={mounts!r}: must be one of {MOUNT_MODES}")
-    if not temperature > 0:
-        raise ConfigError(f"temperature={temperature}: must be above 0 to divide the logits")
+    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+        raise ConfigError(
+            f"temperature={temperature}: must be above 0 and finite to divide the logits"
+        )
     spec = spec_of(model)
     scores: list[list[Tensor]] = []
     for part in split_rows(traces, MAX_ROW_TOKENS):
