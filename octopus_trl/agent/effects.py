@@ -149,6 +149,8 @@ def _read_thread(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCal
         raise ToolError("read_thread refused: you are this thread")
     if target.status == "failed":
         raise ToolError(f"read_thread refused: thread {target.id} failed")
+    if any(line.id in episode.unreadable for line in target.lineage()):
+        raise ToolError(f"read_thread refused: thread {target.id} cannot be read")
     seen = episode.recorder.visible(thread.head)
     seen.update(agenda.mounts)
     span = [segment for segment in target.live if segment not in seen]

@@ -10,7 +10,7 @@ as one turn has closed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ class Episode:
         identity: `prompt_id`, `rollout`, `seed` and `step`; with thread and turn they seed draws.
         corpus: gives the backend of this question; called on worker threads.
         tickets: the runner's table of turns in flight, which this episode writes to.
+        unreadable: threads that no thread may read, nor what descends from them.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Episode:
         pool: ToolPool,
         config: RolloutConfig,
         tickets: dict[int, tuple[Episode, Thread]],
+        unreadable: Collection[int] = (),
     ) -> None:
         self.identity = dict(identity)
         self.id = "{prompt_id}-s{seed}-t{step}-r{rollout}".format(**identity)
         self.example = example
         self.config = config
+        self.unreadable = frozenset(unreadable)
         self.threads: dict[int, Thread] = {}
         self.recorder = Recorder()
         self.events: list[dict[str, Any]] = []

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from octopus_trl.agent.chat import Chat
@@ -81,6 +81,7 @@ class EpisodeRunner:
         step: int | None = None,
         on_trace: Callable[[Trace], None] | None = None,
         on_event: EventSink | None = None,
+        unreadable: Sequence[Collection[int]] | None = None,
     ) -> list[Trace]:
         """Run `group_size` episodes of each example.
 
@@ -90,6 +91,7 @@ class EpisodeRunner:
             step: policy step; None takes the config's.
             on_trace: called with each episode as it ends, so that an interruption loses none.
             on_event: called with an episode's id and each of its events as it happens.
+            unreadable: for each example the threads that nobody may read, for counterfactuals.
 
         Returns:
             Traces, rollouts of one example adjacent, in the order of `examples`; reward unset.
@@ -100,7 +102,8 @@ class EpisodeRunner:
         if group_size < 1:
             raise ConfigError(f"group_size={group_size}: must be at least 1")
         run = _Run(self, on_event)
-        waiting = deque(self._plan(examples, group_size, seed, step, run))
+        hidden = unreadable or [()] * len(examples)
+        waiting = deque(self._plan(examples, group_size, seed, step, run, hidden))
         order = [episode.id for episode in waiting]
         traces: dict[str, Trace] = {}
         try:
@@ -125,10 +128,11 @@ class EpisodeRunner:
         seed: int,
         step: int | None,
         run: _Run,
+        unreadable: Sequence[Collection[int]],
     ) -> Iterator[Episode]:
         """Make every episode, so that an example that cannot run is refused before any does."""
         seen: dict[str, int] = {}
-        for example in examples:
+        for example, hidden in zip(examples, unreadable, strict=True):
             self.chat.prompt(example)
             prompt_id = prompt_id_of(example)
             # A prompt that comes twice goes on counting rollouts, so that no seed is used twice.
@@ -151,6 +155,7 @@ class EpisodeRunner:
                     pool=run.pool,
                     config=self.config,
                     tickets=run.tickets,
+                    unreadable=hidden,
                 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,6 +137,13 @@ class Thread:
             and self.agenda is not None
             and all(call.done for call in self.agenda.launched.values())
         )
+
+    def lineage(self) -> Iterator[Thread]:
+        """Go from this thread up to its root."""
+        thread: Thread | None = self
+        while thread is not None:
+            yield thread
+            thread = thread.parent
 
     def append(self, segment: int, num_tokens: int) -> None:
         """Put a segment at the end of the live chain."""

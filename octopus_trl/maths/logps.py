@@ -49,7 +49,8 @@ def token_logps(
     if not 0 < temperature < float("inf") or chunk < 1:
         raise ConfigError(
             f"temperature={temperature}, chunk={chunk}: both must be positive and finite; "
-            "greedy decoding is temperature 0 of the sampler, its log-probabilities are those of temperature 1"
+            "greedy decoding is temperature 0 of the sampler, its log-probabilities are those of "
+            "temperature 1"
         )
 
     def score(part: Tensor, wanted: Tensor) -> Tensor:

@@ -153,27 +153,28 @@ def truncated_importance_weights(
     return difference.exp().clamp(max=cap)
 
 
-def branch_credits(changes: Tensor, *, weight: float) -> Tensor:
+def branch_credits(changes: Tensor, *, weight: float, limit: float | None = None) -> Tensor:
     """Turn what each branch of one episode changed into an addition to its tokens' advantage.
 
-    ``weight (clip(change_b, -1, 1) - mean over branches)`` (DESIGN §5, branch credit): what is
-    added sums to 0 over the branches, and a lone branch gets 0.
+    ``weight (change_b - mean over branches)`` (DESIGN §5, branch credit): the additions sum to 0,
+    so a lone branch gets 0.
 
     Args:
         changes: [B] nats or reward that the episode has more with branch b than without it; one
             that is not a number counts as 0.
         weight: the paper's lambda, at least 0.
+        limit: changes are clipped to [-limit, limit] first; None for no clip.
 
     Returns:
         [B] float64.
 
-    >>> branch_credits(torch.tensor([3.0, 0.0]), weight=0.1)
+    >>> branch_credits(torch.tensor([3.0, 0.0]), weight=0.1, limit=1.0)
     tensor([ 0.0500, -0.0500], dtype=torch.float64)
     """
-    clipped = changes.double().nan_to_num(nan=0.0).clamp(-1, 1)
-    if not clipped.numel():
-        return clipped
-    return weight * (clipped - clipped.mean())
+    known = changes.double().nan_to_num(nan=0.0)
+    if limit is not None:
+        known = known.clamp(-limit, limit)
+    return weight * (known - known.mean()) if known.numel() else known
 
 
 def tree_loss(
