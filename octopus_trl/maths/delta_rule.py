@@ -10,10 +10,12 @@ given.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from octopus_trl.maths.chunks import Schedule, schedule
 
 CHUNK = 32  # on a CPU the fastest of 16, 32 and 64 for heads of 64
 EPS = 1e-6
@@ -59,14 +61,10 @@ def gated_delta_rule(
     unit_q = _unit(q.to(dtype)) * q.shape[-1] ** -0.5
     unit_k = _unit(k.to(dtype))
     scan = _chunk_scan if form == "chunk" else _recurrent_scan
-    plan = _schedule(lengths, CHUNK if form == "chunk" else 1, v.device)
-    order = plan.runs
-    o, final = scan(
-        plan, unit_q, unit_k, v.to(dtype), g.to(dtype), beta.to(dtype), state.index_select(0, order)
-    )
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order), device=order.device)
-    return o.to(v.dtype), final.index_select(0, inverse)
+    plan = schedule(lengths, CHUNK if form == "chunk" else 1, v.device)
+    state = state.index_select(0, plan.runs)
+    o, final = scan(plan, unit_q, unit_k, v.to(dtype), g.to(dtype), beta.to(dtype), state)
+    return o.to(v.dtype), plan.restored(final)
 
 
 def gated_delta_step(
@@ -98,40 +96,6 @@ def gated_delta_step(
     return o.to(v.dtype), new_state
 
 
-class _Schedule(NamedTuple):
-    """Order in which a scan meets the chunks: chunk c of every run that has one, longest run first.
-
-    Attributes:
-        runs: [R] int64, runs by falling length.
-        sizes: runs that still have a chunk, for each chunk index.
-        slots: [T] int64, place of each row among the N * L padded rows in that order.
-    """
-
-    runs: Tensor
-    sizes: list[int]
-    slots: Tensor
-
-
-def _schedule(lengths: list[int], chunk: int, device: torch.device) -> _Schedule:
-    counts = [-(-length // chunk) for length in lengths]
-    order = sorted(range(len(lengths)), key=lambda run: -counts[run])
-    sizes: list[int] = []
-    alive = len(order)
-    for index in range(max(counts, default=0)):
-        while counts[order[alive - 1]] <= index:
-            alive -= 1
-        sizes.append(alive)
-    before = torch.tensor([0, *sizes]).cumsum(0)
-    rank = torch.empty(len(order), dtype=torch.int64)
-    rank[torch.tensor(order)] = torch.arange(len(order))
-    length = torch.tensor(lengths)
-    run = torch.repeat_interleave(torch.arange(len(order)), length)
-    within = torch.arange(len(run)) - (length.cumsum(0) - length)[run]
-    step = within // chunk
-    slots = (before[step] + rank[run]) * chunk + within % chunk
-    return _Schedule(torch.tensor(order, device=device), sizes, slots.to(device))
-
-
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
@@ -152,7 +116,7 @@ def _step(
 
 
 def _recurrent_scan(
-    plan: _Schedule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    plan: Schedule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     groups = v.shape[1] // q.shape[1]
     q, k = q.repeat_interleave(groups, dim=1), k.repeat_interleave(groups, dim=1)
@@ -171,16 +135,13 @@ def _recurrent_scan(
 
 
 def _chunk_scan(
-    plan: _Schedule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    plan: Schedule, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Eq. 3 to 6: all chunks at once, then a scan that carries the state from chunk to chunk."""
     groups = v.shape[1] // q.shape[1]
-    num_chunks = sum(plan.sizes)
 
     def chunks(x: Tensor) -> Tensor:
-        """Lay [T, H, ...] out as [N, H, L, ...]; padded rows are zero and change nothing."""
-        padded = x.new_zeros(num_chunks * CHUNK, *x.shape[1:]).index_copy(0, plan.slots, x)
-        return padded.unflatten(0, (num_chunks, CHUNK)).transpose(1, 2)
+        return plan.chunks(x, CHUNK)  # padded rows are zero and change nothing
 
     def grouped(x: Tensor) -> Tensor:
         """Split value heads [N, HV, ...] into [N, HK, G, ...], next to the key head they read."""
@@ -218,5 +179,4 @@ def _chunk_scan(
     before = grouped(torch.cat(befores))
     new_values = grouped(torch.cat(corrected))
     o = (q * decay[..., None].exp()) @ before + ((q @ k.mT) * between) @ new_values
-    o = o.flatten(*value_heads).transpose(1, 2).flatten(0, 1).index_select(0, plan.slots)
-    return o, torch.cat([state, *finished[::-1]])
+    return plan.rows(o.flatten(*value_heads)), torch.cat([state, *finished[::-1]])
