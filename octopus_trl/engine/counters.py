@@ -18,6 +18,8 @@ NUMBERS = (
     "replayed",
     "decode_steps",
     "prefill_passes",
+    "preempted",
+    "preempted_tokens",
     "turns",
     "opens",
     "forks",
@@ -33,9 +35,11 @@ class Counters:
     Attributes:
         prefilled: given tokens that went through the model for the first time.
         reused: given tokens that an earlier prompt had left in the pools.
-        re_prefilled: given tokens that had been in the pools and were evicted before.
-        decoded: sampled tokens, each fed once.
+        re_prefilled: tokens that had been in the pools and were evicted or given back by a pause.
+        decoded: sampled tokens, each counted when it was fed first.
         replayed: tokens stepped through again to rebuild a state; their pages stayed.
+        preempted: times that a turn paused because pages ran out.
+        preempted_tokens: those of `re_prefilled` that a pause cost.
         bytes_copied: bytes of keys, values and states that each primitive copied.
         seconds: wall-clock time in each kind of call.
     """
@@ -47,6 +51,8 @@ class Counters:
     replayed: int = 0
     decode_steps: int = 0
     prefill_passes: int = 0
+    preempted: int = 0
+    preempted_tokens: int = 0
     turns: int = 0
     opens: int = 0
     forks: int = 0

@@ -18,9 +18,10 @@ from octopus_trl.engine.opening import open_prompt
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import PromptCache
 from octopus_trl.engine.runner import Runner
-from octopus_trl.engine.scheduler import Scheduler, Turn
+from octopus_trl.engine.scheduler import Scheduler
 from octopus_trl.engine.sizes import pool_sizes
 from octopus_trl.engine.tree import Tree
+from octopus_trl.engine.turn import Turn
 from octopus_trl.engine.widths import decode_widths
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of, unwrap
@@ -187,11 +188,9 @@ class Engine:
         """Release the cursor, its turn cancelled; pages that others reach stay."""
         if not isinstance(cursor, Cursor) or cursor._engine is not self:
             raise ConfigError(f"{cursor!r} is no cursor of this engine")
-        if cursor._closed:
-            return
         if cursor._turn is not None:
-            self.cancel(cursor._turn)
-        if id(cursor) in self._primitives.cursors:
+            self._scheduler.cancel(cursor._turn, keep=False)
+        if id(cursor) in self._primitives.cursors:  # a second call finds it gone
             self._primitives.close(cursor)
         cursor._closed = True
 
@@ -219,6 +218,7 @@ class Engine:
         Args:
             sampling: one for all, or one a cursor; the same seed draws the same uniforms.
             until: stop ids, kept in the output.
+
         Raises:
             OctopusError: what ended a turn early, after all others ran to their ends.
         """
@@ -252,6 +252,8 @@ class Engine:
 
         When the turn ends its cursor has grown by `tokens` and all that was drawn, the stop token
         included; a turn that fails before all of `tokens` are through leaves the cursor as it was.
+        When pages run out the youngest turns pause and go on later with the same draws; one that
+        finds no room again, though no other runs, fails with nothing drawn.
         """
         self._usable(cursor, idle=True)
         self._check_awake()
@@ -268,7 +270,8 @@ class Engine:
     def cancel(self, ticket: int) -> tuple[list[int], list[float]]:
         """Take a queued or running turn out and return what it had sampled.
 
-        The cursor ends after exactly that; if nothing was fed to it yet it is as before `submit`.
+        The cursor ends after exactly that; if nothing was fed to it yet, or what a paused turn had
+        drawn fits no more, nothing is returned and it is as before `submit`.
 
         Raises:
             ConfigError: no such turn is queued or running.

@@ -115,6 +115,10 @@ class PagePool:
             elif self.fill[page] == hi:
                 self.fill[page] = lo
 
+    def frees(self, ranges: Sequence[Range]) -> bool:
+        """Whether releasing these ranges frees a page."""
+        return any(self.refs[span.page] == 1 for span in ranges)
+
     def split(self, ranges: Sequence[Range], count: int) -> tuple[list[Range], list[Range]]:
         """Divide ranges after `count` tokens; a page cut in two is held twice from now on."""
         head: list[Range] = []

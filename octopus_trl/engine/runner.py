@@ -98,16 +98,18 @@ class Runner:
         epoch: int,
         *,
         num_tokens: int = 0,
+        spare: int = 0,
     ) -> Growth:
         """Start a node after a boundary, with its state slot and what it sees.
 
         Args:
             num_tokens: tokens that are certain to follow; their pages are checked first.
+            spare: pages that must be free beside them.
         Raises:
             PagesExhausted, StatesExhausted: too little room; nothing was changed.
         """
         last = tail.ranges[-1] if tail is not None else None
-        self._room(self.tree.pages.needed(last, num_tokens))
+        self._room(self.tree.pages.needed(last, num_tokens) + spare)
         if tail is not None and self._hybrid:
             self.ensure_state(tail)
         node = self.tree.new(tail, mounts, position, epoch)
@@ -169,6 +171,10 @@ class Runner:
         self.counters.prefill_passes += 1
         self._advance(growth, tokens, slots, hidden[-1])
 
+    def pages_for(self, growth: Growth, count: int) -> int:
+        """Count the new pages that `count` more tokens of a growing node take."""
+        return self.tree.pages.needed(self._last(growth.node), count)
+
     def reserve(self, growth: Growth) -> Slots:
         """Make room for one more token of a growing node; it sees the slot from now on.
 
@@ -202,7 +208,6 @@ class Runner:
                 self.tree.states.release(growth.node)
             raise
         self.counters.decode_steps += 1
-        self.counters.decoded += len(growths)
         for row, (growth, token) in enumerate(zip(growths, tokens, strict=True)):
             growth.node.tokens.append(token)
             growth.hidden = hidden[row]

@@ -1,54 +1,30 @@
-"""Turns over time: admission, chunked prefill, draws, decode.
+"""Turns over time: admission, chunked prefill, draws, decode, pauses.
 
 One step feeds one chunk to every turn that still has given tokens, then draws and feeds one token
 of every other turn. Which turns share a step changes when a token comes, never which.
+
+When pages run out the youngest turns pause: they give back all that they grew, wait with the others
+in the order of their tickets, and are fed the same tokens again when there is room. The oldest turn
+never pauses, so something always gets done; a turn that nobody can make room for is refused.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TypeVar
 
 from octopus_trl.engine.batch import Growth
-from octopus_trl.engine.cursor import Cursor
 from octopus_trl.engine.pages import Slots
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.sampler import Draw, draw
-from octopus_trl.errors import OctopusError, StaleVersion, StatesExhausted
-from octopus_trl.protocols import Finished, FinishReason, SamplingParams
+from octopus_trl.engine.turn import Ended, Turn
+from octopus_trl.errors import OctopusError, PagesExhausted, PoolExhausted, StaleVersion
+from octopus_trl.protocols import Finished, FinishReason
 
-
-@dataclass(eq=False, slots=True)
-class Turn:
-    """One submitted turn.
-
-    Attributes:
-        given: tokens to feed before the first draw; the first `fed` are through.
-        until: ids that end the turn.
-        growth: the node it grows, from admission on.
-        tokens, logps: drawn and fed.
-    """
-
-    ticket: int
-    cursor: Cursor
-    given: list[int]
-    params: SamplingParams
-    until: frozenset[int]
-    seed: int
-    growth: Growth | None = None
-    fed: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logps: list[float] = field(default_factory=list)
-
-
-class Ended(NamedTuple):
-    """A turn's end, and the exception behind an error."""
-
-    finished: Finished
-    error: BaseException | None
+T = TypeVar("T")
 
 
 class Scheduler:
@@ -56,11 +32,16 @@ class Scheduler:
 
     Args:
         epoch: gives the engine's present epoch; a turn of another one ends in an error.
+
+    Attributes:
+        exact: what a paused turn had drawn is fed again one token a step, as it was at first, so
+            that every bit comes out the same: on a CPU. Otherwise in chunks, which is faster.
     """
 
     def __init__(self, runner: Runner, primitives: Primitives, epoch: Callable[[], int]) -> None:
         self._runner, self._primitives, self._epoch = runner, primitives, epoch
-        self._waiting: list[Turn] = []
+        self.exact = runner.memory.device.type == "cpu"
+        self._waiting: list[Turn] = []  # both in the order of tickets, oldest first
         self._running: list[Turn] = []
         self._unclaimed: list[Ended] = []
 
@@ -84,11 +65,18 @@ class Scheduler:
         turn.cursor._turn = turn.ticket
         self._waiting.append(turn)
 
-    def cancel(self, ticket: int) -> Turn | None:
-        """Take a turn out; its cursor keeps what was drawn, or is untouched if nothing was."""
+    def cancel(self, ticket: int, *, keep: bool = True) -> Turn | None:
+        """Take a turn out; its cursor keeps what was drawn, or is untouched if nothing was.
+
+        Args:
+            keep: feed again what a paused turn had drawn; without room for it the turn is left
+                with nothing.
+        """
         for queue in (self._waiting, self._running):
             for turn in queue:
                 if turn.ticket == ticket:
+                    if keep and turn.tokens and turn.fed < turn.length:
+                        self._catch_up(turn)
                     queue.remove(turn)
                     self._end(turn)
                     return turn
@@ -117,12 +105,13 @@ class Scheduler:
         with self._runner.counters.timed("step"), self._runner.evaluating():
             self._refuse_stale()
             self._admit()
-            for turn in [turn for turn in self._running if turn.fed < len(turn.given)]:
-                self._prefill(turn)
-            ready = [turn for turn in self._running if turn.fed == len(turn.given)]
+            for turn in [turn for turn in self._running if turn.fed < self._to_prefill(turn)]:
+                if turn.growth is not None:
+                    self._prefill(turn)
+            ready = [turn for turn in self._running if turn.fed >= self._to_prefill(turn)]
             width = self._runner.max_width
             for lo in range(0, len(ready), width):
-                self._draw_and_feed(ready[lo : lo + width])
+                self._decode([turn for turn in ready[lo : lo + width] if turn.growth is not None])
 
     def _refuse_stale(self) -> None:
         epoch = self._epoch()
@@ -130,73 +119,170 @@ class Scheduler:
             if turn.cursor._tail.epoch != epoch:
                 self._fail(turn, StaleVersion("the weights changed while the turn ran"))
 
+    # Room
+
     def _admit(self) -> None:
         while self._waiting:
             turn = self._waiting[0]
-            cursor = turn.cursor
             try:
-                with self._runner.counters.timed("admit"):
-                    turn.growth = self._runner.begin(
-                        cursor._tail,
-                        cursor._pending,
-                        cursor._position,
-                        self._epoch(),
-                        num_tokens=len(turn.given),
-                    )
-                    if not turn.given:
-                        turn.growth.hidden = self._runner.ensure_hidden(cursor._tail)
-            except StatesExhausted as error:
+                self._begin(turn, spare=sum(map(self._pages_to_come, self._running)))
+            except PoolExhausted as error:
                 if self._running:
-                    return  # a running turn frees its slot when it ends
+                    return  # what a running turn takes may be free when it has ended
                 self._fail(turn, error)
             except Exception as error:  # noqa: BLE001 one turn's failure stays its own
                 self._fail(turn, error)
             else:
                 self._waiting.pop(0)
-                self._running.append(turn)
+                insort(self._running, turn, key=lambda turn: turn.ticket)
+
+    def _begin(self, turn: Turn, *, spare: int = 0) -> None:
+        """Start the node of a turn that fits with all its known tokens and one more.
+
+        Args:
+            spare: pages that must stay free beside it, or it would soon have to pause again.
+        """
+        cursor = turn.cursor
+        with self._runner.counters.timed("admit"):
+            growth = self._runner.begin(
+                cursor._tail,
+                cursor._pending,
+                cursor._position,
+                self._epoch(),
+                num_tokens=turn.length + 1,
+                spare=spare,
+            )
+            try:
+                if not turn.given:
+                    growth.hidden = self._runner.ensure_hidden(cursor._tail)
+            except BaseException:
+                self._runner.abort(growth)
+                raise
+            turn.growth = growth
+
+    def _pages_to_come(self, turn: Turn) -> int:
+        """Count the pages that a running turn needs for what it knows and one token more."""
+        assert turn.growth is not None
+        return self._runner.pages_for(turn.growth, turn.length + 1 - turn.fed)
+
+    def _within(self, turn: Turn, work: Callable[[], T]) -> T | None:
+        """Do work that takes pages, with younger turns paused until it finds room.
+
+        Returns None where `turn` itself had to pause for older ones, or was refused because no
+        other turn could make room.
+        """
+        while True:
+            try:
+                return work()
+            except PagesExhausted as error:
+                younger = [other for other in self._running if other.ticket > turn.ticket]
+                giver = next(filter(self._holds_pages, reversed(younger)), None)
+                if giver is not None:
+                    self._pause(giver)
+                elif self._running[0] is not turn:
+                    self._pause(turn)
+                    return None
+                else:
+                    self._fail(turn, error)
+                    return None
+
+    def _holds_pages(self, turn: Turn) -> bool:
+        assert turn.growth is not None
+        return self._runner.tree.pages.frees(turn.growth.node.ranges)
+
+    def _pause(self, turn: Turn) -> None:
+        """Take a running turn back to where it began; its draws are kept and fed again later."""
+        assert turn.growth is not None
+        growth, turn.growth, turn.fed = turn.growth, None, 0
+        self._runner.abort(growth)
+        self._running.remove(turn)
+        insort(self._waiting, turn, key=lambda turn: turn.ticket)
+        self._runner.counters.preempted += 1
+
+    def _catch_up(self, turn: Turn) -> None:
+        """Feed all that a paused turn had drawn at once, if there is room."""
+        if turn.cursor._tail.epoch != self._epoch():
+            return
+        try:
+            with self._runner.evaluating():
+                if turn.growth is None:
+                    self._begin(turn)
+                growth = turn.growth
+                assert growth is not None
+                while turn.fed < self._to_prefill(turn):
+                    self._feed_chunk(turn, growth)
+                while turn.fed < turn.length:
+                    slots = self._runner.reserve(growth)
+                    self._runner.decode([growth], turn.known(turn.fed, turn.fed + 1), [slots])
+                    self._advance(turn, 1)
+        except BaseException as error:
+            growth, turn.growth, turn.fed = turn.growth, None, 0
+            if growth is not None:
+                self._runner.abort(growth)
+            if not isinstance(error, PoolExhausted):
+                raise
+
+    # Passes
+
+    def _to_prefill(self, turn: Turn) -> int:
+        """Count the first known tokens that go in chunks."""
+        return len(turn.given) if self.exact else turn.length
 
     def _prefill(self, turn: Turn) -> None:
-        assert turn.growth is not None
-        chunk = turn.given[turn.fed : turn.fed + self._runner.prefill_chunk]
+        growth = turn.growth
+        assert growth is not None
         try:
             with self._runner.counters.timed("prefill"):
-                self._runner.prefill(turn.growth, chunk)
+                self._within(turn, lambda: self._feed_chunk(turn, growth))
         except BaseException as error:
             self._fail(turn, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        turn.fed += len(chunk)
-        if turn.fed == len(turn.given):
-            self._runner.counters.prefilled += len(turn.given)
 
-    def _draw_and_feed(self, turns: list[Turn]) -> None:
-        counters, width = self._runner.counters, self._runner.width(len(turns))
-        wanted = [
-            Draw(turn.growth.hidden, turn.params, turn.seed, len(turn.tokens))
-            for turn in turns
-            if turn.growth is not None and turn.growth.hidden is not None
-        ]
-        with counters.timed("sample"):
-            drawn = draw(wanted, self._runner.logits, width=width)
-        rows: list[tuple[Turn, Growth, int, float, Slots]] = []
-        for turn, (token, logp) in zip(turns, drawn, strict=True):
-            assert turn.growth is not None
-            if not math.isfinite(logp):
+    def _feed_chunk(self, turn: Turn, growth: Growth) -> None:
+        # Given tokens and drawn ones never share a chunk: the grid stays what it was at first.
+        end = len(turn.given) if turn.fed < len(turn.given) else turn.length
+        chunk = turn.known(turn.fed, min(end, turn.fed + self._runner.prefill_chunk))
+        self._runner.prefill(growth, chunk)
+        self._advance(turn, len(chunk))
+
+    def _advance(self, turn: Turn, count: int) -> None:
+        """Count tokens that went through: for the first time, or again after a pause."""
+        counters, given = self._runner.counters, len(turn.given)
+        again = max(0, min(turn.fed + count, turn.reached) - turn.fed)
+        turn.fed += count
+        counters.re_prefilled += again
+        counters.preempted_tokens += again
+        if turn.fed > turn.reached:
+            if turn.reached < given <= turn.fed:
+                counters.prefilled += given
+            if turn.fed > given:
+                counters.decoded += turn.fed - max(given, turn.reached)
+            turn.reached = turn.fed
+
+    def _decode(self, turns: list[Turn]) -> None:
+        """Feed one token to each turn: what it drew before it paused, or a new draw."""
+        drawn = self._draw([turn for turn in turns if turn.fed == turn.length])
+        rows: list[tuple[Turn, Growth, int, Slots]] = []
+        for turn in turns:
+            growth = turn.growth
+            if growth is None:
+                continue  # it paused for one before it
+            token, logp = drawn.get(turn.ticket, (0, 0.0))
+            if turn.fed < turn.length:
+                [token] = turn.known(turn.fed, turn.fed + 1)
+            elif not math.isfinite(logp):
                 self._fail(turn, OctopusError("the model gave logits that are not finite"))
                 continue
-            try:
-                slots = self._runner.reserve(turn.growth)
-            except OctopusError as error:
-                self._fail(turn, error)
-            else:
-                rows.append((turn, turn.growth, token, logp, slots))
+            slots = self._reserve(turn, growth)
+            if slots is not None:
+                rows.append((turn, growth, token, slots))
         if not rows:
             return
         try:
-            with counters.timed("decode"):
+            with self._runner.counters.timed("decode"):
                 self._runner.decode(
-                    [row[1] for row in rows], [row[2] for row in rows], [row[4] for row in rows]
+                    [row[1] for row in rows], [row[2] for row in rows], [row[3] for row in rows]
                 )
         except BaseException as error:
             for turn, *_ in rows:
@@ -204,13 +290,40 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
             return
-        for turn, _, token, logp, _ in rows:
-            turn.tokens.append(token)
-            turn.logps.append(logp)
-            if token in turn.until:
+        for turn, *_ in rows:
+            if turn.fed == turn.length:
+                token, logp = drawn[turn.ticket]
+                turn.tokens.append(token)
+                turn.logps.append(logp)
+            self._advance(turn, 1)
+            if turn.fed < turn.length:
+                continue
+            if turn.tokens[-1] in turn.until:
                 self._finish(turn, "stop")
             elif len(turn.tokens) >= turn.params.max_tokens:
                 self._finish(turn, "length")
+
+    def _reserve(self, turn: Turn, growth: Growth) -> Slots | None:
+        try:
+            return self._within(turn, lambda: self._runner.reserve(growth))
+        except OctopusError as error:
+            self._fail(turn, error)
+            return None
+
+    def _draw(self, turns: list[Turn]) -> dict[int, tuple[int, float]]:
+        """Draw a token and its log-probability for each turn, by ticket."""
+        if not turns:
+            return {}
+        wanted = [
+            Draw(turn.growth.hidden, turn.params, turn.seed, len(turn.tokens))
+            for turn in turns
+            if turn.growth is not None and turn.growth.hidden is not None
+        ]
+        with self._runner.counters.timed("sample"):
+            drawn = draw(wanted, self._runner.logits, width=self._runner.width(len(turns)))
+        return {turn.ticket: pair for turn, pair in zip(turns, drawn, strict=True)}
+
+    # Ends
 
     def _finish(self, turn: Turn, reason: FinishReason) -> None:
         self._running.remove(turn)
@@ -228,12 +341,17 @@ class Scheduler:
         self._unclaimed.append(Ended(failed, error))
 
     def _end(self, turn: Turn) -> None:
-        """Freeze what a turn grew, or take it back if its given tokens are not all through."""
+        """Freeze what a turn grew, or take it back if its given tokens are not all through.
+
+        What it had drawn and holds no more, because it was paused, is forgotten.
+        """
         turn.cursor._turn = None
+        kept = max(0, turn.fed - len(turn.given))
+        del turn.tokens[kept:], turn.logps[kept:]
         growth, turn.growth = turn.growth, None
         if growth is None:
             return
-        if growth.node.tokens and turn.fed == len(turn.given):
+        if growth.node.tokens and turn.fed >= len(turn.given):
             self._primitives.advance(turn.cursor, self._runner.finish(growth))
         else:
             self._runner.abort(growth)
