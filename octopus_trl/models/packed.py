@@ -48,7 +48,6 @@ class PackedRow:
     mounts: list[list[int]]
     lengths: list[int]
     layout: dag.Layout
-    num_tokens_before_sharing: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +76,6 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
     starts: list[int] = []
     node_of: list[list[int]] = []
     shared: dict[tuple[int | None, int, tuple[int, ...], int], int] = {}
-    total = 0
     for trace in traces:
         _refuse(trace)
         nodes: list[int] = []
@@ -86,7 +84,6 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
         for segment in trace.segments:
             _check_edges(segment, len(nodes))
             parent = None if segment.parent is None else nodes[segment.parent]
-            total += len(segment.tokens)
             key = None
             if segment.kind == "prompt" and not segment.mounts:
                 text = (parent, segment.start, tuple(segment.tokens))
@@ -119,7 +116,6 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
         edges,
         lengths,
         layout,
-        total,
     )
 
 

@@ -1,13 +1,14 @@
 """From trees with an advantage to rows of loss: which packed token carries what.
 
 A tree is a trace and its advantage. Only action tokens carry loss, each once; rewound ones keep it
-(DESIGN §2). A row holds whole trees, and the rollouts of one prompt share its tokens.
+(DESIGN §2). A row holds whole trees, or whole parts of one that is larger than a row, and the
+rollouts of one prompt share its tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from octopus_trl.maths import dag
 from octopus_trl.maths.dag import NO_ROW
 from octopus_trl.models.packed import MountMode, PackedRow, pack
 from octopus_trl.trace import Segment, ThreadRecord, Trace
+from octopus_trl.train.parts import parts, take
 
 UNMOUNTED, MOUNTED, REWOUND = 0, 1, 2  # each owned token is one of these
 WHERE = ("unmounted", "mounted", "rewound")
@@ -34,6 +36,7 @@ class Tree:
         credit: what is added to it for the tokens of a thread, by thread.
         old_logps: [Z] of the policy that the ratio divides by; None is the current one.
         ref_logps: [Z] of the reference, where `beta` is not 0.
+        segments: ids of the part of it that this row holds, ascending; None is all of it.
     """
 
     trace: Trace
@@ -41,6 +44,7 @@ class Tree:
     old_logps: Floats | None = None
     ref_logps: Floats | None = None
     credit: Mapping[int, float] = field(default_factory=dict)
+    segments: Sequence[int] | None = None
 
     @property
     def teaches(self) -> bool:
@@ -71,13 +75,15 @@ class LossRow:
     """A packed row and its M owned tokens, tree by tree in segment order.
 
     Attributes:
-        traces: the N trees' traces.
+        traces: the N trees' traces, whole.
+        places: for each tree, [m] which of its owned tokens are in this row.
         rows, targets: [M] rows that predict and the token ids that they predict.
         tree_of_token: [M] index into the N trees of this row.
         advantages: [N].
         credits: [M] what branch credit adds to the advantage.
-        counts: [M] how often the token counts in the loss; Z of a tree is their sum.
-        num_owned: [N] owned tokens, counted or not.
+        counts: [M] how often the token counts in the loss.
+        normalisers: [N] Z of each tree: the sum of its counts, of those in other rows too.
+        num_owned: [N] owned tokens in this row, counted or not.
         sampling_logps: [M] as drawn, NaN where the trace has none.
         old_logps, ref_logps: [M], or None.
         where: [M] int8, UNMOUNTED, MOUNTED or REWOUND.
@@ -85,6 +91,7 @@ class LossRow:
     """
 
     traces: list[Trace]
+    places: list[npt.NDArray[np.int64]]
     packed: PackedRow
     rows: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
@@ -98,28 +105,26 @@ class LossRow:
     after_rewind: npt.NDArray[np.bool_]
     credits: Floats
     counts: Floats
-
-    @property
-    def normalisers(self) -> Floats:
-        """[N] Z of each tree: the sum of its counts."""
-        return np.bincount(self.tree_of_token, self.counts, minlength=self.num_trees)
+    normalisers: Floats
 
     @property
     def num_trees(self) -> int:
-        """N: whole trees in this row."""
+        """N: trees in this row, or parts of one."""
         return len(self.num_owned)
 
 
 def build_row(trees: Sequence[Tree], *, mounts: MountMode, tokens: TokenRule = OWNER) -> LossRow:
     """Pack trees into one row and gather what each owned token carries."""
-    packed = pack([tree.trace for tree in trees], mounts=mounts)
-    parts = [_owned_tokens(packed, index, tree, tokens) for index, tree in enumerate(trees)]
-    rows, targets, sampled, where, after, added, counts = (
-        np.concatenate([part[column] for part in parts]) for column in range(7)
+    packed = pack([_held(tree) for tree in trees], mounts=mounts)
+    owned = [_owned_tokens(packed, index, tree, tokens) for index, tree in enumerate(trees)]
+    rows, targets, sampled, where, after, added, counts, places = (
+        np.concatenate([columns[at] for columns, _ in owned]) for at in range(8)
     )
-    num_owned = np.array([len(part[0]) for part in parts], dtype=np.int64)
+    num_owned = np.array([len(columns[0]) for columns, _ in owned], dtype=np.int64)
+    place_of = np.split(places.astype(np.int64), np.cumsum(num_owned)[:-1])
     return LossRow(
         [tree.trace for tree in trees],
+        place_of,
         packed,
         rows.astype(np.int64),
         targets.astype(np.int64),
@@ -127,12 +132,13 @@ def build_row(trees: Sequence[Tree], *, mounts: MountMode, tokens: TokenRule = O
         np.array([tree.advantage for tree in trees], dtype=np.float64),
         num_owned,
         sampled,
-        _joined([tree.old_logps for tree in trees]),
-        _joined([tree.ref_logps for tree in trees]),
+        _joined([tree.old_logps for tree in trees], place_of),
+        _joined([tree.ref_logps for tree in trees], place_of),
         where.astype(np.int8),
         after.astype(bool),
         added.astype(np.float64),
         counts.astype(np.float64),
+        np.array([normaliser for _, normaliser in owned], dtype=np.float64),
     )
 
 
@@ -150,7 +156,7 @@ def empty_row() -> LossRow:
     )
     row = build_row([Tree(trace, 0.0)], mounts="live")
     row.num_owned = np.zeros(1, dtype=np.int64)
-    row.counts[:] = 0.0
+    row.counts[:] = row.normalisers[:] = 0.0
     return row
 
 
@@ -158,6 +164,9 @@ def plan_rows(
     trees: Sequence[Tree], *, max_row_tokens: int, max_path_tokens: int | None
 ) -> tuple[list[list[Tree]], list[str]]:
     """Split trees into rows, in order, and say which fit in none.
+
+    A tree larger than a row is taken apart where no edge joins its roots, or left out by name; it
+    is never cut.
 
     Args:
         max_row_tokens: unique tokens of a row; the tokens of a shared prompt count once.
@@ -180,22 +189,55 @@ def plan_rows(
                 f"{max_path_tokens}"
             )
             continue
-        total = sum(trace.lengths)
-        if total > max_row_tokens:
+        pieces = [tree] if sum(trace.lengths) <= max_row_tokens else _apart(tree)
+        largest = max(_num_tokens(piece) for piece in pieces)
+        if largest > max_row_tokens:
+            joined = f" in its largest of {len(pieces)} parts" if len(pieces) > 1 else ""
             left_out.append(
-                f"episode {trace.episode_id}: {total} unique tokens, max_row_tokens is "
+                f"episode {trace.episode_id}: {largest} unique tokens{joined}, max_row_tokens is "
                 f"{max_row_tokens}"
             )
             continue
-        new = total - _shared_tokens(trace, shared)
-        if not rows or used + new > max_row_tokens:
-            rows.append([])
-            shared, used = {}, 0
-            _shared_tokens(trace, shared)
-            new = total
-        rows[-1].append(tree)
-        used += new
+        for piece in pieces:
+            size = _num_tokens(piece)
+            new = size - _shared_tokens(piece, shared)
+            if not rows or used + new > max_row_tokens:
+                rows.append([])
+                shared, used = {}, 0
+                _shared_tokens(piece, shared)
+                new = size
+            rows[-1].append(piece)
+            used += new
     return rows, left_out
+
+
+def _apart(tree: Tree) -> list[Tree]:
+    """Take a tree apart where no edge joins its roots; parts that sampled nothing are dropped."""
+    segments = tree.trace.segments
+    return [
+        replace(tree, segments=part)
+        for part in parts(tree.trace)
+        if any(segments[segment].kind == "action" for segment in part)
+    ]
+
+
+def _held(tree: Tree) -> Trace:
+    """Give the trace of what this row holds of a tree."""
+    return tree.trace if tree.segments is None else take(tree.trace, tree.segments)
+
+
+def _num_tokens(tree: Tree) -> int:
+    lengths = tree.trace.lengths
+    return sum(lengths if tree.segments is None else (lengths[s] for s in tree.segments))
+
+
+def num_scored(trace: Trace) -> int:
+    """Count the sampled tokens that something predicts: all but a root's first."""
+    return sum(
+        len(segment.tokens) - (segment.parent is None)
+        for segment in trace.segments
+        if segment.kind == "action"
+    )
 
 
 def longest_path(trace: Trace) -> int:
@@ -255,39 +297,55 @@ def leaves_below(trace: Trace) -> npt.NDArray[np.int64]:
 
 def _owned_tokens(
     packed: PackedRow, index: int, tree: Tree, rule: TokenRule
-) -> list[npt.NDArray[np.generic]]:
-    """Gather what each owned token of one tree carries, in the order of LossRow's fields."""
+) -> tuple[list[npt.NDArray[np.generic]], float]:
+    """Gather what each owned token of one tree carries, in the order of LossRow's fields.
+
+    Returns:
+        One array a field, the last one the token's number among the whole tree's; and Z.
+    """
     trace = tree.trace
+    node_of = {old: new for new, old in enumerate(tree.segments or range(len(trace.segments)))}
     rewound = rewound_segments(trace)
     after = _after_rewind(trace)
     reads = np.asarray(dag.mounted_matrix(trace.parents, trace.mounts).any(axis=1))
     leaves = leaves_below(trace) if rule.count == "per_leaf" else None
-    kinds = (np.int64, np.int64, np.float64, np.int8, np.bool_, np.float64, np.float64)
+    kinds = (np.int64, np.int64, np.float64, np.int8, np.bool_, np.float64, np.float64, np.int64)
     columns: list[list[npt.NDArray[np.generic]]] = [[] for _ in kinds]
+    normaliser, seen = 0.0, 0
     for segment in trace.segments:
         if segment.kind != "action":
             continue
-        rows = packed.predictors(index, segment.id)
-        known = rows != NO_ROW
         left = segment.id in rewound
+        count = 1 if leaves is None else leaves[segment.id]
+        if left and not rule.rewound_loss:
+            count = 0
+        num = len(segment.tokens) - (segment.parent is None)
+        normaliser += float(count * num)
+        seen += num
+        if segment.id not in node_of:
+            continue
+        rows = packed.predictors(index, node_of[segment.id])
+        known = rows != NO_ROW
         logps = segment.logps if segment.logps is not None else [np.nan] * len(segment.tokens)
         where = MOUNTED if reads[segment.id] else UNMOUNTED
-        count = 1 if leaves is None else leaves[segment.id]
+        own = (rows, np.asarray(segment.tokens), np.asarray(logps))
         shared = (
             REWOUND if left else where,
             segment.id in after,
             tree.credit.get(segment.thread, 0.0),
-            0 if left and not rule.rewound_loss else count,
+            count,
         )
-        own = (rows, np.asarray(segment.tokens), np.asarray(logps))
-        for column, values, kind in zip(columns, own, kinds):
-            column.append(values[known].astype(kind))
-        for column, value, kind in zip(columns[3:], shared, kinds[3:], strict=True):
-            column.append(np.full(int(known.sum()), value, dtype=kind))
+        values = [
+            *(column[known] for column in own),
+            *(np.full(num, value) for value in shared),
+            np.arange(seen - num, seen),
+        ]
+        for column, part, kind in zip(columns, values, kinds, strict=True):
+            column.append(part.astype(kind))
     return [
-        np.concatenate(parts) if parts else np.empty(0, dtype=kind)
-        for parts, kind in zip(columns, kinds, strict=True)
-    ]
+        np.concatenate(found) if found else np.empty(0, dtype=kind)
+        for found, kind in zip(columns, kinds, strict=True)
+    ], normaliser
 
 
 def _after_rewind(trace: Trace) -> set[int]:
@@ -303,11 +361,13 @@ def _after_rewind(trace: Trace) -> set[int]:
     return after
 
 
-def _shared_tokens(trace: Trace, shared: dict[tuple[int, int, tuple[int, ...]], int]) -> int:
+def _shared_tokens(tree: Tree, shared: dict[tuple[int, int, tuple[int, ...]], int]) -> int:
     """Count the prompt tokens that a row holds already, and note those that it will hold."""
     node_of: dict[int, int] = {}
     found = 0
-    for segment in trace.segments:
+    segments = tree.trace.segments
+    held = segments if tree.segments is None else [segments[s] for s in tree.segments]
+    for segment in held:
         parent = -1 if segment.parent is None else node_of.get(segment.parent, -2)
         if segment.kind != "prompt" or segment.mounts or parent == -2:
             continue
@@ -318,6 +378,9 @@ def _shared_tokens(trace: Trace, shared: dict[tuple[int, int, tuple[int, ...]], 
     return found
 
 
-def _joined(parts: Sequence[Floats | None]) -> Floats | None:
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if known and len(known) == len(parts) else None
+def _joined(
+    wholes: Sequence[Floats | None], places: Sequence[npt.NDArray[np.int64]]
+) -> Floats | None:
+    """Pick the tokens of a row from arrays over whole trees; None where one tree has none."""
+    picked = [whole[at] for whole, at in zip(wholes, places, strict=True) if whole is not None]
+    return np.concatenate(picked) if picked and len(picked) == len(wholes) else None

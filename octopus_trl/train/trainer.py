@@ -35,7 +35,7 @@ from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.resume import WholeCheckpoints
 from octopus_trl.train.rewards import RewardBook
-from octopus_trl.train.rows import LossRow, Tree, build_row, empty_row, plan_rows
+from octopus_trl.train.rows import LossRow, Tree, build_row, empty_row, num_scored, plan_rows
 from octopus_trl.train.weights import PolicyEngine, eval_mode, say
 
 REFUSED_ARGUMENTS = {
@@ -286,20 +286,19 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         """Score the owned tokens of every trace with the model as it is, without gradient.
 
         Returns:
-            [Z] float64 on the CPU for each trace of each group; empty where it fits no row.
+            [Z] float64 on the CPU for each trace of each group; NaN where it fits no row.
         """
         trees = self._trees(batch)
-        scored: dict[int, Tensor] = {}
+        nan = torch.tensor(float("nan"), dtype=torch.float64)
+        scored = {id(tree.trace): nan.repeat(num_scored(tree.trace)) for tree in trees}
         with eval_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
             for row in self._rows(trees):
                 # `self.model` is the root that ZeRO-3 has hooked; DDP's wrapper would synchronise.
                 logps = self._row_logps(self.model, row, float(batch["temperature"]))
-                for trace, part in zip(
-                    row.traces, logps.double().cpu().split(row.num_owned.tolist()), strict=True
-                ):
-                    scored[id(trace)] = part
-        empty = torch.empty(0, dtype=torch.float64)
-        return [[scored.get(id(trace), empty) for trace in group] for group in batch["groups"]]
+                found = logps.double().cpu().split(row.num_owned.tolist())
+                for trace, at, part in zip(row.traces, row.places, found, strict=True):
+                    scored[id(trace)].index_copy_(0, torch.from_numpy(at), part)
+        return [[scored[id(trace)] for trace in group] for group in batch["groups"]]
 
     # ---- the update
 
