@@ -1,0 +1,70 @@
+"""Results that must be right before their speed counts: the engine against the plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octopus_trl import Engine, SamplingParams
+
+from .setting import Setting, WrongResult
+
+# Largest ‖ours − plain‖/‖plain‖ of logits. bf16 rounds at 4e-3; 32 layers of it add up.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+PROMPT, BRANCH, DRAWN = 97, 33, 8  # tokens
+
+
+def tokens_of(setting: Setting, count: int, seed: int) -> list[int]:
+    """Draw token ids."""
+    draws = torch.Generator().manual_seed(seed)
+    vocab_size = setting.load().config.vocab_size
+    return torch.randint(0, vocab_size, (count,), generator=draws).tolist()
+
+
+@torch.no_grad()
+def plain_logits(model: Any, tokens: Sequence[int], keep: int = 1) -> Tensor:
+    """Logits of the last `keep` positions from a plain forward, [keep, V] float32."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0].float()
+
+
+def check_decode(setting: Setting) -> None:
+    """Greedy turns on two branches of a prompt draw what a plain forward finds likeliest.
+
+    Raises:
+        WrongResult: a drawn token's logit lies further below the plain forward's highest than the
+            dtype's rounding explains, or the logits after the turn differ by more than that.
+    """
+    model, sizes = setting.load(), setting.sizes
+    engine = Engine(model, page_size=sizes.page_size, num_pages=64, num_states=16)
+    prompt = tokens_of(setting, PROMPT, seed=11)
+    root = engine.open(prompt)
+    branches = [tokens_of(setting, BRANCH + index, seed=12 + index) for index in range(2)]
+    cursors = [engine.extend(engine.fork(root), branch) for branch in branches]
+    greedy = SamplingParams(temperature=0.0, max_tokens=DRAWN)
+    for cursor, branch, (drawn, _) in zip(
+        cursors, branches, engine.generate(cursors, greedy, until=()), strict=True
+    ):
+        chain = [*prompt, *branch, *drawn]
+        plain = plain_logits(model, chain, keep=DRAWN + 1)
+        picked = plain[:-1].gather(1, torch.tensor(drawn, device=plain.device)[:, None])[:, 0]
+        short = float((plain[:-1].max(-1).values - picked).max() / plain.std())
+        if short > TOLERANCES[model.dtype]:
+            raise WrongResult(f"a greedy token lies {short:.2e} standard deviations below the best")
+        check_logits(setting, engine.logits(cursor), plain[-1])
+    engine.sleep()
+
+
+def check_logits(setting: Setting, ours: Tensor, plain: Tensor) -> None:
+    """Compare logits by relative norm.
+
+    Raises:
+        WrongResult: they differ by more than the dtype's rounding explains.
+    """
+    error = float((ours - plain).norm() / plain.norm())
+    limit = TOLERANCES[setting.load().dtype]
+    if not error <= limit:
+        raise WrongResult(f"logits differ from the plain forward by {error:.2e}, at most {limit}")
