@@ -22,6 +22,10 @@ class TraceError(OctopusError, ValueError):
     """
 
 
+class RewardError(OctopusError, ValueError):
+    """A reward function gave a number that no episode can be trained on."""
+
+
 class PoolExhausted(OctopusError, RuntimeError):
     """A pool has too little room even after eviction.
 

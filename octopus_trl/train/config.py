@@ -15,6 +15,7 @@ from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.errors import ConfigError
 from octopus_trl.train.ranges import check_ranges
 from octopus_trl.train.refused import REFUSED
+from octopus_trl.train.rows import TokenRule
 
 
 def described(text: str, unit: str = "-", symbol: str = "-") -> dict[str, str]:
@@ -203,6 +204,11 @@ class OctopusGRPOConfig(GRPOConfig):
         if self.drop_mounts:
             return "dropped"
         return "detached" if self.detach_mounts else "live"
+
+    @property
+    def token_rule(self) -> TokenRule:
+        """How often each sampled token counts in the loss."""
+        return TokenRule(self.token_count, self.rewound_loss)
 
     def rollout_config(self, *, step: int = 0, training: bool = True) -> RolloutConfig:
         """Give what the agent needs of these settings.

@@ -54,6 +54,8 @@ class LossSettings:
         correct_kl: multiply the k3 term by the ratio, TRL's `use_bias_correction_kl`.
         weigh_trees: one importance weight a tree instead of one a token, see
             `maths.objective.truncated_importance_weights` for why that fails on long trees.
+        old_is_rollout: the ratio divides by the log-probs as drawn, so the trainer's own are
+            compared with them as they are now, drift since the generation included.
     """
 
     beta: float
@@ -62,6 +64,7 @@ class LossSettings:
     weight_cap: float | None
     correct_kl: bool
     weigh_trees: bool = False
+    old_is_rollout: bool = False
 
 
 def row_loss(
@@ -72,7 +75,10 @@ def row_loss(
     A row without owned tokens gives exactly 0 and a gradient of exactly 0.
     """
     device = logps.device
-    old = logps.detach() if row.old_logps is None else _tensor(row.old_logps, logps)
+    old = logps.detach()
+    if row.old_logps is not None:
+        given = _tensor(row.old_logps, logps)
+        old = torch.where(given.isfinite(), given, old)  # no record: as if drawn now
     sampled = torch.from_numpy(row.sampling_logps).to(device)
     tree_of_token = torch.from_numpy(row.tree_of_token).to(device)
     counts = _tensor(row.counts, logps)
@@ -140,7 +146,7 @@ def _measure(
     kl: Tensor | None,
 ) -> None:
     count = len(row.targets)
-    measure_rollout_kl(meter, old, sampled, row)
+    measure_rollout_kl(meter, logps if settings.old_is_rollout else old, sampled, row)
     ratio = (logps - old).exp()
     meter.add("ratio/mean", ratio.sum().item(), count)
     meter.peak("ratio/max", ratio.max().item())

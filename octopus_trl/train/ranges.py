@@ -118,6 +118,11 @@ def _check_pairs(config: OctopusGRPOConfig) -> None:
             f"credit={config.credit!r} with exchange={config.exchange!r}: a branch is left out by "
             "dropping its mounts; set exchange: mount or credit: outcome"
         )
+    if config.credit_estimator == "score" and config.drop_mounts:
+        raise ConfigError(
+            "credit_estimator='score' with drop_mounts=true: without mounts no branch changes the "
+            "answer's score; set credit_estimator: resample or leave drop_mounts out"
+        )
     if config.credit_estimator == "resample" and not config.deterministic:
         raise ConfigError(
             "credit_estimator='resample' with deterministic=false: an episode is run again up to "

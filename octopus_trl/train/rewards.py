@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from octopus_trl.errors import RewardError
 from octopus_trl.maths import objective
 from octopus_trl.trace import Trace
 from octopus_trl.train.data import as_completion, question_of
@@ -40,18 +41,11 @@ class RewardBook:
         Returns:
             [episodes] float64 on the CPU.
         """
-        prompts = [question_of(example) for example in inputs]
-        completions = [
-            as_completion(prompt, str(trace.meta.get("result") or ""))
-            for prompt, trace in zip(prompts, traces, strict=True)
-        ]
-        sampled = [
-            [token for s in trace.segments if s.kind == "action" for token in s.tokens]
-            for trace in traces
-        ]
-        columns = [{**row, "traces": trace} for row, trace in zip(inputs, traces, strict=True)]
-        by_function = self._calculate_rewards(columns, prompts, completions, sampled)
-        rewards = self._weighted(by_function.double().cpu())
+        try:
+            rewards, by_function, prompts, completions = self._judge(inputs, traces)
+        except BaseException:
+            self._write_traces(list(traces), f"unrewarded_{mode}")
+            raise
         lo = self.accelerator.process_index * len(traces)
         own = rewards[lo : lo + len(traces)]
         for trace, reward in zip(traces, own.tolist(), strict=True):
@@ -71,6 +65,33 @@ class RewardBook:
         self._keep_traces(list(traces), mode)
         return advantages[lo : lo + len(traces)]
 
+    def _judge(
+        self, inputs: Sequence[Mapping[str, Any]], traces: Sequence[Trace]
+    ) -> tuple[Tensor, Tensor, list[Any], list[Any]]:
+        """Ask every reward function; each rank gives as many episodes.
+
+        Returns:
+            Over the episodes of all ranks: summed rewards [N] float64 on the CPU, NaN where no
+            function judged, and rewards by function [N, functions]; this rank's prompts and
+            completions.
+        Raises:
+            RewardError: a function gave an infinite reward; on every rank.
+        """
+        prompts = [question_of(example) for example in inputs]
+        completions = [
+            as_completion(prompt, str(trace.meta.get("result") or ""))
+            for prompt, trace in zip(prompts, traces, strict=True)
+        ]
+        sampled = [
+            [token for s in trace.segments if s.kind == "action" for token in s.tokens]
+            for trace in traces
+        ]
+        columns = [{**row, "traces": trace} for row, trace in zip(inputs, traces, strict=True)]
+        by_function = self._calculate_rewards(columns, prompts, completions, sampled)
+        for index, name in enumerate(self.reward_func_names):
+            check_finite(name, by_function[:, index])
+        return self._weighted(by_function.double().cpu()), by_function, prompts, completions
+
     def _weighted(self, by_function: Tensor) -> Tensor:
         """Sum rewards [episodes, functions] by weight; NaN where no function gave one."""
         total = (by_function * self.reward_weights.double()).nansum(dim=1)
@@ -84,6 +105,7 @@ class RewardBook:
             metrics[f"rewards/{name}/std"].append(std)
         mean, std = _mean_std(rewards)
         metrics["reward"].append(mean)
+        metrics["rewards/missing"].append(rewards.isnan().double().mean().item())
         metrics["reward_std"].append(std)
         spread = [_mean_std(group)[1] for group in rewards.view(-1, size)]
         flat = [not value > 0 for value in spread]
@@ -125,6 +147,20 @@ class RewardBook:
     def _trace_files(self) -> dict[str, tuple[int, int]]:
         files: dict[str, tuple[int, int]] = self.__dict__.setdefault("_trace_file_counts", {})
         return files
+
+
+def check_finite(name: str, rewards: Tensor) -> None:
+    """Refuse infinite rewards; NaN is how TRL spells a reward that was not given.
+
+    Raises:
+        RewardError: says the function, the episode and the value.
+    """
+    infinite = rewards.isinf().nonzero().flatten().tolist()
+    if infinite:
+        raise RewardError(
+            f"reward function {name} gave {rewards[infinite[0]].item()} to episode {infinite[0]} "
+            f"of {len(rewards)}: a reward is finite, or None where there is no judgement"
+        )
 
 
 def _mean_std(values: Tensor) -> tuple[float, float]:

@@ -240,6 +240,17 @@ def num_scored(trace: Trace) -> int:
     )
 
 
+def sampled_logps(trace: Trace) -> Floats:
+    """[Z] log-probs of the sampled tokens that something predicts, as drawn; NaN without record."""
+    parts = [np.empty(0)]
+    for segment in trace.segments:
+        if segment.kind == "action":
+            given = segment.logps
+            known = [np.nan] * len(segment.tokens) if given is None else given
+            parts.append(np.asarray(known, dtype=np.float64)[segment.parent is None :])
+    return np.concatenate(parts)
+
+
 def longest_path(trace: Trace) -> int:
     """Count the tokens of the longest chain from a root, mounts apart."""
     lengths: list[int] = []

@@ -26,17 +26,18 @@ from trl.trainer.utils import use_adapter
 from octopus_trl.agent.rollout import EpisodeRunner
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import prepare_model, spec_of
-from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
 from octopus_trl.train import loss, records
 from octopus_trl.train.config import OctopusGRPOConfig
+from octopus_trl.train.credit import BranchCredit
 from octopus_trl.train.data import EpochSampler, check_questions, questions_per_generation
 from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.resume import WholeCheckpoints
 from octopus_trl.train.rewards import RewardBook
-from octopus_trl.train.rows import LossRow, Tree, build_row, empty_row, num_scored, plan_rows
-from octopus_trl.train.weights import PolicyEngine, eval_mode, say
+from octopus_trl.train.rows import LossRow, empty_row
+from octopus_trl.train.scoring import PackedRows
+from octopus_trl.train.weights import PolicyEngine, say
 
 REFUSED_ARGUMENTS = {
     "rollout_func": "episodes come from EpisodeRunner; give `tools` and set its limits in the "
@@ -47,7 +48,7 @@ REFUSED_ARGUMENTS = {
 }
 
 
-class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
+class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows, GRPOTrainer):
     """`GRPOTrainer` whose samples are episodes of many threads (DESIGN §5).
 
     Args:
@@ -135,6 +136,8 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
             epsilon_high=self.epsilon_high,
             weight_cap=args.importance_weight_cap,
             correct_kl=args.use_bias_correction_kl,
+            weigh_trees=args.importance_weight_level == "sequence",
+            old_is_rollout=args.old_logps == "rollout" and self._updates_outlive_generation,
         )
         self._train_seconds = 0.0
         if self.accelerator.is_main_process:
@@ -147,7 +150,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
 
         Returns:
             `advantages` [groups, rollouts] first, because TRL splits by it, `groups` of traces,
-            and `old_logps`, `ref_logps` for each trace where the loss needs them.
+            and `old_logps`, `ref_logps`, `credits` for each trace where the loss needs them.
         """
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
@@ -168,7 +171,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
             "temperature": torch.tensor(self._temperature[mode]),
         }
         if mode == "train" and self._updates_outlive_generation:
-            batch["old_logps"] = self._score(batch)
+            batch["old_logps"] = self._old_logps(batch)
         if self.beta != 0.0:
             with self._reference():
                 batch["ref_logps"] = self._score(batch)
@@ -177,6 +180,8 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
             "time/reward_s": rewarded - generated,
             "time/score_s": time.perf_counter() - rewarded,
         }
+        if mode == "train" and self.args.credit != "outcome":
+            batch["credits"] = self._credit_branches(inputs, traces, size)
         for name, value in seconds.items():
             self._metrics[mode][name].append(value)
         return batch
@@ -235,71 +240,6 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         model = self.accelerator.unwrap_model(self.model)
         return use_adapter(model, "ref" if "ref" in model.peft_config else None)
 
-    # ---- rows
-
-    def _trees(self, inputs: dict[str, Any]) -> list[Tree]:
-        trees = []
-        for index, group in enumerate(inputs["groups"]):
-            for rollout, trace in enumerate(group):
-                tree = Tree(trace, float(inputs["advantages"][index, rollout]))
-                for name in ("old_logps", "ref_logps"):
-                    if inputs.get(name) is not None:
-                        setattr(tree, name, inputs[name][index][rollout].numpy())
-                trees.append(tree)
-        return trees
-
-    def _rows(self, trees: Sequence[Tree], meter: Meter | None = None) -> list[LossRow]:
-        """Pack trees into rows; every rank gets as many, the last ones empty.
-
-        Args:
-            meter: where the sizes of rows and the share of trees that fit in none are noted.
-        """
-        planned, left_out = plan_rows(
-            trees,
-            max_row_tokens=self.args.max_row_tokens,
-            max_path_tokens=self.args.max_path_tokens,
-        )
-        for message in left_out:
-            say(f"left out of the update: {message}")
-        rows = [build_row(part, mounts=self.args.mounts) for part in planned]
-        if meter is not None:
-            meter.add("packing/left_out", len(left_out), len(trees))
-            meter.add("packing/row_tokens", sum(row.packed.num_rows for row in rows), len(rows))
-        wanted = len(rows)
-        if self.accelerator.num_processes > 1:
-            count = torch.tensor([wanted], device=self.accelerator.device)
-            wanted = int(self.accelerator.gather(count).max())
-        return rows + [empty_row() for _ in range(wanted - len(rows))]
-
-    def _row_logps(self, model: nn.Module, row: LossRow, temperature: float) -> Tensor:
-        return run_packed(
-            model,
-            self._spec,
-            row.packed,
-            row.rows,
-            row.targets,
-            temperature=temperature,
-            detach_mounts=self.args.detach_mounts,
-        )
-
-    def _score(self, batch: dict[str, Any]) -> list[list[Tensor]]:
-        """Score the owned tokens of every trace with the model as it is, without gradient.
-
-        Returns:
-            [Z] float64 on the CPU for each trace of each group; NaN where it fits no row.
-        """
-        trees = self._trees(batch)
-        nan = torch.tensor(float("nan"), dtype=torch.float64)
-        scored = {id(tree.trace): nan.repeat(num_scored(tree.trace)) for tree in trees}
-        with eval_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
-            for row in self._rows(trees):
-                # `self.model` is the root that ZeRO-3 has hooked; DDP's wrapper would synchronise.
-                logps = self._row_logps(self.model, row, float(batch["temperature"]))
-                found = logps.double().cpu().split(row.num_owned.tolist())
-                for trace, at, part in zip(row.traces, row.places, found, strict=True):
-                    scored[id(trace)].index_copy_(0, torch.from_numpy(at), part)
-        return [[scored[id(trace)] for trace in group] for group in batch["groups"]]
-
     # ---- the update
 
     def training_step(
@@ -314,7 +254,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, GRPOTrainer):
         trees = self._trees(inputs)
         temperature = float(inputs["temperature"])
         # Trees that nothing is learnt from are only measured, which is a third of the work.
-        learns = [self.beta != 0.0 or tree.advantage != 0.0 for tree in trees]
+        learns = [self.beta != 0.0 or tree.teaches for tree in trees]
         still = [tree for tree, moves in zip(trees, learns, strict=True) if not moves]
         moving = [tree for tree, moves in zip(trees, learns, strict=True) if moves]
         with torch.no_grad(), self.compute_loss_context_manager():
