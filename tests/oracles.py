@@ -86,19 +86,23 @@ def brute_hidden(
     if mount_layers is None:
         mount_layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     leaves = [s for s in range(len(flat.chains)) if not any(s in c[:-1] for c in flat.chains)]
-    hidden = base.embed_tokens(flat.tokens[None])
-    rope = base.rotary_emb(hidden, flat.positions[None])
+    hidden = base.embed_tokens(flat.tokens[None]) * getattr(base, "embedding_multiplier", 1.0)
+    rotary = base.rotary_emb
+    rope = None if rotary is None else rotary(hidden, flat.positions[None])
     for index, layer in enumerate(base.layers):
         x = layer.input_layernorm(hidden)
         if kinds[index] == "linear_attention":
-            mixed = _recurrent(layer.linear_attn, x, flat, leaves)
+            mixer = layer.mamba if hasattr(layer, "mamba") else layer.linear_attn
+            mixed = _recurrent(mixer, x, flat, leaves)
         else:
             reads = mounts != "dropped" and index in mount_layers
             far = flat.mounted if reads else torch.zeros_like(flat.mounted)
             mixed = _attend(base, layer.self_attn, x, rope, flat.tree, far, mounts == "detached")
-        hidden = hidden + mixed
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return flat, base.norm(hidden)[0]
+        scale = getattr(layer, "residual_multiplier", 1.0)
+        hidden = hidden + mixed * scale
+        hidden = hidden + _feed_forward(layer, hidden) * scale
+    last = base.final_layernorm if hasattr(base, "final_layernorm") else base.norm
+    return flat, last(hidden)[0]
 
 
 def brute_logps(
@@ -111,7 +115,7 @@ def brute_logps(
 ) -> list[Tensor]:
     """Score every token of every segment; a root's first token is NaN (see `brute_hidden`)."""
     flat, hidden = brute_hidden(model, trace, mount_layers=mount_layers, mounts=mounts)
-    logits = _lm(model).lm_head(hidden).float() / temperature
+    logits = logits_of(model, hidden) / temperature
     logps = torch.log_softmax(logits, dim=-1)
     scores = []
     for index, segment in enumerate(trace.segments):
@@ -129,7 +133,7 @@ def brute_logps(
 def brute_next_logits(model: nn.Module, trace: Any, **options: Any) -> list[Tensor]:
     """Give the float32 logits [vocab] after the last token of every segment."""
     flat, hidden = brute_hidden(model, trace, **options)
-    logits = _lm(model).lm_head(hidden).float()
+    logits = logits_of(model, hidden)
     return [logits[flat.first[index + 1] - 1] for index in range(len(trace.segments))]
 
 
@@ -171,6 +175,20 @@ def weighted(scores: Sequence[Tensor], seed: int = 0) -> Tensor:
     flat = torch.cat(list(scores))
     weights = 0.5 + torch.rand(len(flat), generator=torch.Generator().manual_seed(seed))
     return (flat * weights)[~flat.isnan()].sum()
+
+
+def _feed_forward(layer: Any, hidden: Tensor) -> Tensor:
+    """Run the rest of a stock layer after its mixer: norm and MLP, by the family's names."""
+    if hasattr(layer, "feed_forward"):  # Bamba
+        return layer.feed_forward(layer.pre_ff_layernorm(hidden))
+    mlp = layer.shared_mlp if hasattr(layer, "shared_mlp") else layer.mlp  # Granite, Qwen
+    return mlp(layer.post_attention_layernorm(hidden))
+
+
+def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Apply the output layer and the family's constant; float32."""
+    causal_lm = _lm(model)
+    return causal_lm.lm_head(hidden).float() / getattr(causal_lm.config, "logits_scaling", 1.0)
 
 
 def _recurrent(mixer: nn.Module, x: Tensor, flat: Flat, leaves: Sequence[int]) -> Tensor:

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -25,6 +29,7 @@ from octopus_trl.trace import Segment, ThreadRecord, Trace
 VOCAB = 97
 LENGTHS = (1, 1, 2, 3, 4, 5, 7, 9, 12, 17, 63, 64, 65)
 SHORT_LENGTHS = (1, 1, 2, 3, 4, 5, 7)
+LAST_NORMS = ("model.norm.weight", "model.final_layernorm.weight")
 
 
 def tiny_hybrid(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
@@ -84,6 +89,63 @@ def tiny_dense(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: A
         }
     )
     return _filled(Qwen3ForCausalLM, config, seed)
+
+
+def tiny_bamba(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Bamba-shaped hybrid in eval mode, float32: Mamba-2 and attention in turns.
+
+    Three heads share each state group, two query heads each KV head.
+    """
+    config = BambaConfig(
+        **{
+            **_mamba2(layers, tie),
+            "attn_layer_indices": list(range(1, layers, 2)),
+            "num_logits_to_keep": 0,
+            **overrides,
+        }
+    )
+    return _filled(BambaForCausalLM, config, seed)
+
+
+def tiny_granite(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Granite-4-shaped hybrid in eval mode, float32: no positions, scaled residuals."""
+    config = GraniteMoeHybridConfig(
+        **{
+            **_mamba2(layers, tie),
+            "layer_types": ["linear_attention", "full_attention"] * (layers // 2),
+            "shared_intermediate_size": 64,
+            "num_local_experts": 0,
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 1.5,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.7,
+            **overrides,
+        }
+    )
+    return _filled(GraniteMoeHybridForCausalLM, config, seed)
+
+
+def _mamba2(layers: int, tie: bool) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": tie,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
 
 
 def with_lora(model: nn.Module, seed: int = 0, rank: int = 3) -> Any:
@@ -263,7 +325,7 @@ def _filled(cls: Any, config: Any, seed: int) -> Any:
             elif name.endswith("dt_bias"):
                 normal(parameter, 0.5)
             elif "norm" in name:
-                if name == "model.norm.weight" and config.tie_word_embeddings:
+                if name in LAST_NORMS and config.tie_word_embeddings:
                     parameter.sub_(0.8)  # wide embeddings would make the logits too sharp
                 parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.1, generator=draws))
             elif "conv1d" in name:

@@ -20,7 +20,7 @@ from octopus_trl.engine.pages import Range, Slots
 from octopus_trl.engine.states import ZERO_SLOT
 from octopus_trl.engine.tree import Tree
 from octopus_trl.errors import StatesExhausted
-from octopus_trl.models import unwrap
+from octopus_trl.models import head_of
 from octopus_trl.models.paged import PagedMemory, run_paged
 
 
@@ -62,11 +62,6 @@ class Runner:
         """Give the least width that holds some rows."""
         return next(width for width in self._widths if width >= rows)
 
-    @property
-    def head(self) -> nn.Module:
-        """Output layer of the model."""
-        return unwrap(self.model).get_output_embeddings()
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Switch dropout off and autograd too, and put every module back as it was."""
@@ -88,7 +83,7 @@ class Runner:
 
     def logits(self, rows: Tensor) -> Tensor:
         """Apply the head to hidden states [R, d]; float32 [R, vocab]."""
-        return self.head(rows).float()
+        return head_of(self.model)(rows).float()
 
     def begin(
         self,
@@ -110,10 +105,10 @@ class Runner:
         """
         last = tail.ranges[-1] if tail is not None else None
         self._room(self.tree.pages.needed(last, num_tokens) + spare)
-        if tail is not None and self._hybrid:
-            self.ensure_state(tail)
+        if tail is not None and self._hybrid and not tail.has_state:
+            self._rebuild(tail)
         node = self.tree.new(tail, mounts, position, epoch)
-        growth = Growth(node, Seen(*visible(tail, mounts), room=num_tokens + 64))
+        growth = self._growth(node, *visible(tail, mounts), room=num_tokens + 64)
         growth.hidden = None if tail is None else tail.hidden
         if self._hybrid:
             try:
@@ -121,10 +116,15 @@ class Runner:
             except StatesExhausted:
                 self.tree.drop(node)
                 raise
-            growth.source = tail
-            if tail is not None:
+            if tail is not None and growth.read_slot != node.slot:
+                growth.source = tail
                 tail.readers += 1
         return growth
+
+    def _growth(
+        self, node: Node, own: Sequence[Node], mounted: Sequence[Node], *, room: int
+    ) -> Growth:
+        return Growth(node, Seen(own, mounted, room))
 
     def grow(
         self,
@@ -154,22 +154,41 @@ class Runner:
         before = self._last(node)
         self._room(pages.needed(before, len(tokens)))
         slots = pages.grow(node.ranges, before, len(tokens))
-        context = prefill_context(
-            self.memory,
-            tokens,
-            growth.position,
-            growth.seen,
-            slots=slots,
-            read_slot=growth.read_slot,
-            write_slot=node.slot,
-        )
         try:
-            hidden = run_paged(self._passes, context)
+            hidden = self._chunk(growth, tokens, growth.position, slots, growth.node.slot)
         except BaseException:
             pages.shrink(node.ranges, len(tokens))
             raise
         self.counters.prefill_passes += 1
-        self._advance(growth, tokens, slots, hidden[-1])
+        self._advance(growth, tokens, slots, hidden)
+
+    def _chunk(
+        self,
+        growth: Growth,
+        tokens: Sequence[int],
+        position: int,
+        slots: Slots,
+        write_slot: int | None,
+        *,
+        replay: bool = False,
+    ) -> Tensor:
+        """Feed consecutive tokens of one chain; returns the last hidden state [d].
+
+        Args:
+            slots: places of the tokens, not seen by `growth` yet.
+            write_slot: state slot for the end; None for a model without recurrent layers.
+            replay: the keys and values are in their places already.
+        """
+        context = prefill_context(
+            self.memory,
+            tokens,
+            position,
+            growth.seen,
+            slots=None if replay else slots,
+            read_slot=growth.read_slot,
+            write_slot=write_slot,
+        )
+        return run_paged(self._passes, context)[-1]
 
     def pages_for(self, growth: Growth, count: int) -> int:
         """Count the new pages that `count` more tokens of a growing node take."""
@@ -208,6 +227,7 @@ class Runner:
                 self.tree.states.release(growth.node)
             raise
         self.counters.decode_steps += 1
+        self.tree.states.tidy()
         for row, (growth, token) in enumerate(zip(growths, tokens, strict=True)):
             growth.node.tokens.append(token)
             growth.hidden = hidden[row]
@@ -217,9 +237,13 @@ class Runner:
         """End a node's growth: it becomes a boundary that can be stood on."""
         node = growth.node
         self._stepped(growth)
-        node.hidden = None if growth.hidden is None else growth.hidden.clone()
+        node.hidden = None if growth.hidden is None else self._keep(growth.hidden)
         self.tree.freeze(node)
         return node
+
+    def _keep(self, hidden: Tensor) -> Tensor:
+        """Copy a hidden state out of what later passes overwrite or what holds many others."""
+        return hidden.clone()
 
     def abort(self, growth: Growth) -> None:
         """Take a growing node back with all that it holds."""
@@ -227,19 +251,24 @@ class Runner:
         self.tree.drop(growth.node)
 
     def ensure_state(self, node: Node) -> None:
-        """Rebuild the state at a boundary from the nearest one above it that has a state.
-
-        Keys and values stay where they are and nothing is written to pages.
+        """Make sure that a boundary has its state, in a slot or parked.
 
         Raises:
-            StatesExhausted: no slot can be had; nothing was changed.
+            StatesExhausted: it must be rebuilt and no slot can be had; nothing was changed.
         """
-        if node.slot is not None:
+        if node.has_state:
             self.tree.states.touch(node)
-            return
-        missing: list[Node] = []
-        source: Node | None = node
-        while source is not None and source.slot is None:
+        else:
+            self._rebuild(node)
+
+    def _rebuild(self, node: Node) -> None:
+        """Compute the state at a boundary from the nearest one above it that has a state.
+
+        Keys and values stay where they are and nothing is written to pages.
+        """
+        missing = [node]
+        source = node.parent
+        while source is not None and not source.has_state:
             missing.append(source)
             source = source.parent
         read_slot = self._take_slot(source, node)
@@ -256,7 +285,7 @@ class Runner:
         if node.hidden is None:
             if self._hybrid:
                 self.tree.states.release(node)
-                self.ensure_state(node)
+                self._rebuild(node)
             else:
                 node.hidden = self._replay([node], ZERO_SLOT, None, last_only=True).clone()
         assert node.hidden is not None
@@ -268,25 +297,21 @@ class Runner:
         """Step through frozen nodes again, last one first in `missing`."""
         hidden: Tensor | None = None
         for node in reversed(missing):
-            seen = Seen(*visible(node.parent, node.mounts), room=len(node.tokens))
+            growth = self._growth(node, *visible(node.parent, node.mounts), room=len(node.tokens))
+            growth.read_slot = read_slot
             assert node.cached_slots is not None
             lo = len(node.tokens) - 1 if last_only else 0
-            seen.append(node.cached_slots[:lo])
+            growth.seen.append(node.cached_slots[:lo])
             while lo < len(node.tokens):
                 hi = min(lo + self.prefill_chunk, len(node.tokens))
-                context = prefill_context(
-                    self.memory,
-                    node.tokens[lo:hi],
-                    node.start + lo,
-                    seen,
-                    slots=None,
-                    read_slot=read_slot,
-                    write_slot=write_slot,
+                slots, start = node.cached_slots[lo:hi], node.start + lo
+                hidden = self._chunk(
+                    growth, node.tokens[lo:hi], start, slots, write_slot, replay=True
                 )
-                hidden = run_paged(self._passes, context)[-1]
                 self.counters.replayed += hi - lo
-                seen.append(node.cached_slots[lo:hi])
-                lo, read_slot = hi, write_slot or ZERO_SLOT
+                growth.seen.append(slots)
+                lo, growth.read_slot = hi, write_slot or ZERO_SLOT
+            read_slot = growth.read_slot
         assert hidden is not None
         return hidden
 
@@ -294,15 +319,18 @@ class Runner:
         """Give a node its slot and return the slot to read first.
 
         When the only slot to be had is that of the state that is read, the node takes it over: the
-        pass reads it before it writes.
+        pass reads it before it writes. A parked state comes straight into the node's slot.
         """
         states = self.tree.states
-        if source is None or source.slot is None:
+        if source is None:
             states.take(node)
             return ZERO_SLOT
         source.readers += 1
         try:
-            states.take(node)
+            slot = states.take(node)
+            if source.slot is None:
+                states.parking.load(source, slot)
+                return slot
             states.touch(source)
             return source.slot
         except StatesExhausted:

@@ -108,11 +108,11 @@ def _recurrent_scan(
     parts = (written, decay, keys, queries)
     steps = [part.index_select(0, rows).split(plan.sizes) for part in parts]
     outs, finished = [], []
-    for index, size in enumerate(plan.sizes):
+    for size, write, fade, key, query in zip(plan.sizes, *steps, strict=True):
         if size < len(state):
             finished.append(state[size:])
             state = state[:size]
-        y, state = _step(*(step[index] for step in steps), state)
+        y, state = _step(write, fade, key, query, state)
         outs.append(y)
     return torch.cat(outs).index_select(0, plan.slots), torch.cat([state, *finished[::-1]])
 

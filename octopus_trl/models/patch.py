@@ -7,24 +7,19 @@ adapters: the mixers call the same projection modules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5Attention,
-    Qwen3_5ForCausalLM,
-    Qwen3_5GatedDeltaNet,
-)
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import attention
-from octopus_trl.models.gated_delta import OctopusGatedDeltaNet
+from octopus_trl.models.backbone import Backbone
+from octopus_trl.models.mamba2 import BAMBA, GRANITE
+from octopus_trl.models.qwen import QWEN3, QWEN3_5
 from octopus_trl.models.spec import ModelSpec, read_spec
 
-SUPPORTED = (Qwen3_5ForCausalLM, Qwen3ForCausalLM)
-ATTENTION = (Qwen3_5Attention, Qwen3Attention)
+BACKBONES = (QWEN3_5, QWEN3, BAMBA, GRANITE)
 
 # A pass brings its own visibility; the model must not build a mask from scattered positions.
 _NO_MASKS: dict[str, None] = {"full_attention": None, "linear_attention": None}
@@ -45,7 +40,7 @@ class _PassForward:
             octopus=octopus,
         )
         hidden: Tensor = outputs.last_hidden_state[0]
-        return octopus.finish(hidden, self.lm_head)  # type: ignore[attr-defined]
+        return octopus.finish(hidden, head_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the stock class: this one exists only in a process that prepared a model."""
@@ -56,8 +51,8 @@ def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "atte
     """Install the mixers in place and settle the mount set (DESIGN §6).
 
     Args:
-        model: `Qwen3_5ForCausalLM` or `Qwen3ForCausalLM`, PEFT-wrapped or not. Calling again only
-            changes the mount set.
+        model: a causal LM of one of `BACKBONES` (Qwen3.5, Qwen3, Bamba, GraniteMoeHybrid),
+            PEFT-wrapped or not. Calling again only changes the mount set.
         mount_layers: "attention" for every full-attention layer of a hybrid, or layer indices;
             a dense model needs indices.
     Returns:
@@ -66,19 +61,15 @@ def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "atte
         ConfigError: the class is not supported, or the mount set does not fit it.
     """
     causal_lm = unwrap(model)
-    if not isinstance(causal_lm, SUPPORTED):
-        names = ", ".join(cls.__name__ for cls in SUPPORTED)
-        raise ConfigError(
-            f"{type(causal_lm).__name__} has no mixers here: supported classes are {names}; "
-            "load a Qwen3.5 checkpoint with AutoModelForCausalLM to get its text model"
-        )
-    spec = read_spec(causal_lm.config, mount_layers)
+    backbone = _backbone_of(causal_lm)
+    spec = read_spec(causal_lm.config, mount_layers, backbone.recurrent_sizes)
     if not isinstance(causal_lm, _PassForward):
-        for module in causal_lm.modules():
-            if isinstance(module, ATTENTION):
+        modules: list[Any] = list(causal_lm.modules())
+        for module in modules:
+            if isinstance(module, backbone.attention):
                 attention.install(module, causal_lm.config)
-            elif isinstance(module, Qwen3_5GatedDeltaNet):
-                module.__class__ = OctopusGatedDeltaNet
+            elif type(module) in backbone.mixers:
+                module.__class__ = backbone.mixers[type(module)]
         causal_lm.__class__ = _with_pass(type(causal_lm))
     causal_lm.octopus_spec = spec
     return model
@@ -108,6 +99,23 @@ def spec_of(model: nn.Module) -> ModelSpec:
             f"{type(unwrap(model)).__name__} is not prepared: call prepare_model(model) first"
         )
     return spec
+
+
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """Give the function from hidden states [T, d] to logits [T, vocab], constants included."""
+    causal_lm = unwrap(model)
+    return _backbone_of(causal_lm).head(causal_lm)
+
+
+def _backbone_of(causal_lm: Any) -> Backbone:
+    for backbone in BACKBONES:
+        if isinstance(causal_lm, backbone.causal_lm):
+            return backbone
+    names = ", ".join(backbone.causal_lm.__name__ for backbone in BACKBONES)
+    raise ConfigError(
+        f"{type(causal_lm).__name__} has no mixers here: supported classes are {names}; "
+        "load a Qwen3.5 checkpoint with AutoModelForCausalLM to get its text model"
+    )
 
 
 _CLASSES: dict[type, type] = {}

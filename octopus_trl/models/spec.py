@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.models.backbone import RecurrentSizes
 
 LayerKind = Literal["attention", "recurrent"]
 
@@ -19,7 +20,8 @@ class ModelSpec:
         layer_kinds: "attention" or "recurrent" for each layer.
         mount_layers: attention layers that see mounted segments, ascending.
         num_heads, num_kv_heads, head_dim: attention, equal in every attention layer.
-        state_shape: [HV, K, V] of a recurrent state (float32), empty for a dense model.
+        state_shape: of a recurrent state (float32): [HV, K, V] for Gated DeltaNet, [H, P, S] for
+            Mamba-2, empty for a dense model.
         tail_shape: [C, W - 1] of a convolution tail (model dtype), empty for a dense model.
         hidden_size, vocab_size: widths of the residual stream and of the output layer.
     """
@@ -50,11 +52,14 @@ class ModelSpec:
         return "recurrent" in self.layer_kinds
 
 
-def read_spec(config: Any, mount_layers: str | Sequence[int]) -> ModelSpec:
+def read_spec(
+    config: Any, mount_layers: str | Sequence[int], sizes: Callable[[Any], RecurrentSizes]
+) -> ModelSpec:
     """Read the sizes of a text config and settle the mount set.
 
     Args:
-        config: a `Qwen3_5TextConfig` or `Qwen3Config`.
+        config: of a supported class.
+        sizes: reads the shapes of a recurrent layer (see `Backbone`).
         mount_layers: "attention" (all full-attention layers of a hybrid) or layer indices.
     Raises:
         ConfigError: a layer kind is unknown, or the mount set does not fit the layers.
@@ -72,26 +77,16 @@ def read_spec(config: Any, mount_layers: str | Sequence[int]) -> ModelSpec:
             )
     hybrid = "recurrent" in kinds
     attention = [index for index, kind in enumerate(kinds) if kind == "attention"]
-    state_shape: tuple[int, ...] = ()
-    tail_shape: tuple[int, ...] = ()
-    if hybrid:
-        key_dim = config.linear_num_key_heads * config.linear_key_head_dim
-        value_dim = config.linear_num_value_heads * config.linear_value_head_dim
-        state_shape = (
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-        )
-        tail_shape = (2 * key_dim + value_dim, config.linear_conv_kernel_dim - 1)
-    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    carried = sizes(config) if hybrid else RecurrentSizes((), ())
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelSpec(
         layer_kinds=tuple(kinds),
         mount_layers=_mount_set(mount_layers, attention, hybrid, len(kinds)),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        state_shape=state_shape,
-        tail_shape=tail_shape,
+        state_shape=carried.state,
+        tail_shape=carried.tail,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )

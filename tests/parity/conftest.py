@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from octopus_trl import prepare_model
-from tests.tiny import tiny_dense, tiny_hybrid
+from tests.tiny import tiny_bamba, tiny_dense, tiny_granite, tiny_hybrid
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,9 @@ BACKBONES: dict[str, tuple[Callable[[], Any], tuple[int, ...] | None]] = {
     "hybrid8-one-layer": (lambda: tiny_hybrid(2, layers=8), (7,)),
     "dense": (lambda: tiny_dense(0), (1, 2)),
     "dense-tied": (lambda: tiny_dense(1, tie=True), (3,)),
+    "bamba": (lambda: tiny_bamba(0), None),
+    "bamba-one-layer": (lambda: tiny_bamba(1, tie=True), (3,)),
+    "granite": (lambda: tiny_granite(0), None),
 }
 
 

@@ -13,12 +13,12 @@ from octopus_trl import Engine, score_traces
 from octopus_trl.protocols import SamplingParams
 from tests import tolerances
 from tests.ledger import Ledger, Place
-from tests.oracles import brute_hidden
+from tests.oracles import brute_hidden, logits_of
 from tests.parity.conftest import Pair
 from tests.tiny import VOCAB
 
 STOP = 0
-SMALL = pytest.mark.parametrize("backbone", ["hybrid", "dense"], indirect=True)
+SMALL = pytest.mark.parametrize("backbone", ["hybrid", "dense", "bamba"], indirect=True)
 
 
 class Play:
@@ -114,7 +114,7 @@ def verify(game: Play, pair: Pair) -> float:
     if not any(segment.mounts and segment.kind != "tool" for segment in trace.segments):
         trace.check(vocab_size=VOCAB)
     flat, hidden = brute_hidden(pair.stock, trace, mount_layers=pair.mount_layers)
-    exact = torch.log_softmax(pair.stock.lm_head(hidden), dim=-1)
+    exact = torch.log_softmax(logits_of(pair.stock, hidden), dim=-1)
     rows = [flat.first[segment] + offset for segment, offset in where]
     worst = 0.0
     for token, logits in game.heard:
@@ -136,7 +136,11 @@ def engine_for(pair: Pair, **options: Any) -> Any:
     return Engine(pair.ours, **{"page_size": 4, "num_pages": 800, "num_states": 64, **options})
 
 
-@pytest.mark.parametrize("backbone", ["hybrid", "hybrid8-one-layer", "dense"], indirect=True)
+@pytest.mark.parametrize(
+    "backbone",
+    ["hybrid", "hybrid8-one-layer", "dense", "bamba-one-layer", "granite"],
+    indirect=True,
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_moves_equal_packed_pass_and_brute_force(backbone: Pair, seed: int) -> None:
     engine = engine_for(backbone)

@@ -14,13 +14,23 @@ from octopus_trl import Trace, prepare_model, score_traces
 from octopus_trl.trace import Segment, ThreadRecord
 from tests import tolerances
 from tests.oracles import brute_logps, gradients, weighted
-from tests.tiny import VOCAB, random_trace, tiny_dense, tiny_hybrid, with_lora
+from tests.tiny import (
+    VOCAB,
+    random_trace,
+    tiny_bamba,
+    tiny_dense,
+    tiny_granite,
+    tiny_hybrid,
+    with_lora,
+)
 
 BACKBONES: dict[str, tuple[Callable[[], Any], tuple[int, ...] | None]] = {
     "hybrid": (lambda: tiny_hybrid(0), None),
     "hybrid-tied": (lambda: tiny_hybrid(1, tie=True), None),
     "hybrid8": (lambda: tiny_hybrid(2, layers=8), (3,)),
     "dense": (lambda: tiny_dense(0), (1, 2)),
+    "bamba": (lambda: tiny_bamba(0), None),
+    "granite": (lambda: tiny_granite(0), (3,)),
 }
 MODES = ("live", "detached", "dropped")
 
