@@ -1,7 +1,4 @@
-"""FlexAttention block masks, made from the segment matrix of a plan without looking at row pairs.
-
-Axes: T rows, N segments, B blocks of 128 rows.
-"""
+"""FlexAttention block masks, made from the spans of a plan without looking at row pairs."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from octopus_trl.kernels._block_lists import block_pairs
 from octopus_trl.maths.dag import AttentionPlan
 
 BLOCK = 128
@@ -45,13 +43,22 @@ def block_mask(plan: AttentionPlan, *, device: torch.device | str, apart: bool) 
     sees[:num, :num] = plan.visible if apart else plan.visible | plan.mounted
     if apart:
         sees[:num, segments : segments + num] = plan.mounted
-    some, every = _block_cover(plan, sees, padded, segments)
     np.fill_diagonal(sees[:num, :num], True)  # its own segment, up to the row itself
+    pairs = block_pairs(
+        plan,
+        query_block=BLOCK,
+        key_block=BLOCK,
+        rows=padded,
+        mounts_at=padded if apart else 0,
+    )
 
-    def lists(blocks: npt.NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-        order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-        counts = blocks.sum(1).astype(np.int32)
-        return to_device(counts)[None, None], to_device(order)[None, None]
+    def lists(full: bool) -> tuple[Tensor, Tensor]:
+        counts, blocks = pairs.lists(full=full)
+        # FlexAttention takes the width of the lists for the number of key blocks.
+        lines = np.zeros((pairs.num_query, pairs.num_key), dtype=np.int32)
+        width = min(blocks.shape[1], pairs.num_key)
+        lines[:, :width] = blocks[:, :width]
+        return to_device(counts)[None, None], to_device(lines)[None, None]
 
     def to_device(array: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -64,49 +71,10 @@ def block_mask(plan: AttentionPlan, *, device: torch.device | str, apart: bool) 
         reader, read = of_query[row], of_key[key]
         return table[reader, read] & ((reader != read) | (key <= row))
 
-    partial, full = lists(some & ~every), lists(every)
     return BlockMask.from_kv_blocks(
-        *partial,
-        *full,
+        *lists(full=False),
+        *lists(full=True),
         BLOCK_SIZE=BLOCK,
         mask_mod=visible,
         seq_lengths=(padded, (1 + apart) * padded),
     )
-
-
-def _block_cover(
-    plan: AttentionPlan, sees: npt.NDArray[np.bool_], padded: int, segments: int
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Mark the pairs of blocks [B, B] (or [B, 2B]) with some visible pair, and with every pair.
-
-    Counts visible pairs of rows a block pair from the segment matrix: blocks are runs of few
-    segments, so this takes O((B + N) (B + N)), not rows squared.
-    """
-    rows = plan.num_rows
-    segment = plan.segment_of_row
-    # Pieces: maximal stretches of one segment within one block.
-    starts = np.flatnonzero(
-        np.r_[True, (segment[1:] != segment[:-1]) | (np.arange(1, rows) % BLOCK == 0)]
-    )
-    lengths = np.diff(np.r_[starts, rows])
-    piece_segment, piece_block = segment[starts].astype(np.int32), starts // BLOCK
-    first_piece = np.flatnonzero(np.r_[True, piece_block[1:] != piece_block[:-1]])
-
-    def pairs(matrix: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
-        """Count pairs of rows of two blocks whose segments the matrix [N, N] joins."""
-        by_query = np.add.reduceat(
-            matrix[piece_segment].astype(np.int32) * lengths[:, None], first_piece
-        )
-        return np.add.reduceat(by_query[:, piece_segment] * lengths, first_piece, axis=1)
-
-    used, total = piece_block[-1] + 1, padded // BLOCK
-    count = np.zeros((total, sees.shape[1] // segments * total), dtype=np.int32)
-    count[:used, :used] = pairs(sees[:, :segments])
-    same = pairs(np.eye(segments, dtype=bool))
-    count[:used, :used] += np.tril(same, -1)  # a segment's rows in earlier blocks: all seen
-    if count.shape[1] > total:
-        count[:used, total : total + used] = pairs(sees[:, segments:])
-    some, every = count > 0, count == BLOCK * BLOCK
-    diagonal = np.arange(used)
-    some[diagonal, diagonal] = True  # every row sees itself
-    return some, every

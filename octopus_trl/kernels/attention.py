@@ -1,30 +1,20 @@
-"""Attention over an episode's DAG on CUDA, through FlexAttention.
+"""Attention over an episode's DAG on CUDA: flash-attn 4 where it runs, else FlexAttention.
 
-The block lists come straight from the plan's segment matrix in NumPy; asking FlexAttention to find
-them would evaluate the mask over rows squared. The mask function reads device tensors, so that
-packs of the same padded sizes share one compiled kernel.
-
-Axes: T rows, H query heads, KV key/value heads, D head dim.
+``OCTOPUS_ATTENTION=flash`` or ``flex`` holds every call to one of them; what is chosen and why is
+said when a run starts.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from octopus_trl.kernels._block_mask import block_mask, padded_rows
+from octopus_trl.kernels import _flash, _flex
+from octopus_trl.kernels._attention_choice import choose
 from octopus_trl.maths import attention as maths
 from octopus_trl.maths.dag import AttentionPlan
 from octopus_trl.shapes import Keys, Queries, Values
 
-_MAX_COMPILED = 64  # sizes met in one process; beyond, compiling again is an error, never eager
-_KEPT_MASKS = 4  # plans of the pass at hand: with and without mounts, live and detached
+_RUN = {"flash": _flash.dag_attention, "flex": _flex.dag_attention}
 
 
 def dag_attention(
@@ -43,59 +33,15 @@ def dag_attention(
             those of the plan are padding and give exact zeros.
         plan: what each row sees. Its block lists are kept while the same object comes again.
         scale: multiplies the scores.
-        detach_mounts: mounted keys and values are read from a detached copy.
+        detach_mounts: no gradient from a reader into the keys and values that it mounts.
 
     Returns:
         [T, H, D] in the dtype of q.
 
-    Cost: compiles once for each padded size; sizes are padded in steps of at most a half, and
-    blocks of padding are never computed.
+    Raises:
+        ConfigError: OCTOPUS_ATTENTION asks for kernels that cannot serve here.
     """
     if q.dtype == torch.float64 or plan.num_rows == 0:
         return maths.dag_attention(q, k=k, v=v, plan=plan, scale=scale, detach_mounts=detach_mounts)
-    rows, padded = plan.num_rows, padded_rows(plan.num_rows)
-    apart = detach_mounts and bool(plan.mounted.any())
-    mask = _masks.get(plan, q.device, apart)
-    queries, keys, values = (
-        F.pad(x[:rows], (0, 0, 0, 0, 0, padded - rows)).transpose(0, 1)[None] for x in (q, k, v)
-    )
-    if apart:
-        keys, values = (torch.cat([x, x.detach()], dim=2) for x in (keys, values))
-    attend = _attend(q.device.type)
-    out = attend(
-        queries, keys, values, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return F.pad(out[0].transpose(0, 1)[:rows], (0, 0, 0, 0, 0, q.shape[0] - rows))
-
-
-class _Masks:
-    """Block masks of the last few plans, by object: layers of one pass share a plan."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[int, str, bool], tuple[AttentionPlan, BlockMask]] = (
-            OrderedDict()
-        )
-
-    def get(self, plan: AttentionPlan, device: torch.device, apart: bool) -> BlockMask:
-        # The plan is kept beside its mask, so that its id cannot be reused while the entry lives.
-        key = (id(plan), str(device), apart)
-        if key not in self._kept:
-            self._kept[key] = (plan, block_mask(plan, device=device, apart=apart))
-            if len(self._kept) > _KEPT_MASKS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key][1]
-
-
-_masks = _Masks()
-
-
-@functools.cache
-def _attend(device: str) -> Callable[..., Any]:
-    if device != "cuda":  # forward only, for tests of the masks
-        return flex_attention
-    import torch._dynamo.config as dynamo
-
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _MAX_COMPILED)
-    # Static sizes: gradients with dynamic shapes and captured tensors were wrong (pytorch#186775).
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    run = _RUN[choose(q.device, q.dtype, q.shape[-1]).name]
+    return run(q, k=k, v=v, plan=plan, scale=scale, detach_mounts=detach_mounts)

@@ -111,13 +111,24 @@ class QueryGroup:
     consecutive).
 
     Every row sees all of `seen` (ancestors outside the group) and all of `mounted`, and lo..itself
-    causally. Attention layers outside the mount set ignore `mounted`.
+    causally. Attention layers outside the mount set ignore `mounted`. Both are kept as spans
+    [n, 2] of rows lo:hi, ascending and apart, so that a plan grows with them and not with rows.
     """
 
     lo: int
     hi: int
-    seen: Index
-    mounted: Index
+    seen_spans: Index
+    mounted_spans: Index
+
+    @property
+    def seen(self) -> Index:
+        """Rows of the ancestors, ascending."""
+        return _rows(self.seen_spans)
+
+    @property
+    def mounted(self) -> Index:
+        """Rows of the mounts that are no ancestors, ascending."""
+        return _rows(self.mounted_spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +152,8 @@ class AttentionPlan:
 
     def without_mounts(self) -> AttentionPlan:
         """Give the plan of a layer outside the mount set: the tree alone."""
-        none = np.empty(0, dtype=np.int64)
-        groups = [QueryGroup(group.lo, group.hi, group.seen, none) for group in self.groups]
+        none = np.empty((0, 2), dtype=np.int64)
+        groups = [QueryGroup(group.lo, group.hi, group.seen_spans, none) for group in self.groups]
         empty = np.zeros_like(self.mounted)
         return AttentionPlan(self.num_rows, groups, self.segment_of_row, self.visible, empty)
 
@@ -255,14 +266,13 @@ def layout(parents: Parents, mounts: Mounts, lengths: Sequence[int]) -> Layout:
             run_lengths.append(row - run_lo)
         parent_run = [-1 if run_parent[run] < 0 else slot[run_parent[run]] for run in members]
         levels.append(Level(lo, row, run_lengths, parent_run))
-    plan = _plan(parents, mounts, lengths, order, first_row, run_of, row)
+    plan = _plan(parents, mounts, order, first_row, run_of, row)
     return Layout(order, first_row, levels, plan, row, run_of)
 
 
 def _plan(
     parents: Parents,
     mounts: Mounts,
-    lengths: Sequence[int],
     order: list[int],
     first_row: list[int],
     run_of: list[int],
@@ -270,36 +280,36 @@ def _plan(
 ) -> AttentionPlan:
     tree = ancestor_matrix(parents)
     mounted = mounted_matrix(parents, mounts) & ~tree
-    segment_of_row = np.repeat(
-        np.asarray(order, dtype=np.int32), [lengths[segment] for segment in order]
+    segments = np.asarray(order, dtype=np.int64)
+    bounds = np.asarray([*(first_row[segment] for segment in order), num_rows], dtype=np.int64)
+    heads = [
+        at
+        for at, segment in enumerate(order)
+        if at == 0 or mounts[segment] or run_of[segment] != run_of[order[at - 1]]
+    ]
+    seen, read = (
+        _spans(matrix[segments[heads]][:, segments], bounds) for matrix in (tree, mounted)
     )
-    groups: list[QueryGroup] = []
-    index = 0
-    while index < len(order):
-        head = order[index]
-        stop = index + 1
-        while stop < len(order) and run_of[order[stop]] == run_of[head] and not mounts[order[stop]]:
-            stop += 1
-        lo = first_row[head]
-        hi = first_row[order[stop - 1]] + lengths[order[stop - 1]]
-        groups.append(
-            QueryGroup(
-                lo,
-                hi,
-                _rows(np.flatnonzero(tree[head]), first_row, lengths),
-                _rows(np.flatnonzero(mounted[head]), first_row, lengths),
-            )
-        )
-        index = stop
+    edges = [*bounds[heads].tolist(), num_rows]
+    groups = list(map(QueryGroup, edges[:-1], edges[1:], seen, read))
+    segment_of_row = np.repeat(segments.astype(np.int32), np.diff(bounds))
     return AttentionPlan(num_rows, groups, segment_of_row, tree, mounted)
 
 
-def _rows(segments: npt.NDArray[np.intp], first_row: list[int], lengths: Sequence[int]) -> Index:
-    """Concatenate the rows of some segments, ascending."""
-    spans = sorted((first_row[segment], lengths[segment]) for segment in segments)
-    if not spans:
+def _spans(sees: npt.NDArray[np.bool_], bounds: Index) -> list[Index]:
+    """Give the rows that each line of a matrix [G, N] marks, segments in row order, as spans."""
+    edges = np.diff(sees.astype(np.int8), axis=1, prepend=0, append=0)
+    line, first = np.nonzero(edges == 1)
+    last = np.nonzero(edges == -1)[1]
+    spans = np.stack([bounds[first], bounds[last]], axis=1)
+    return np.split(spans, np.cumsum(np.bincount(line, minlength=len(sees)))[:-1])
+
+
+def _rows(spans: Index) -> Index:
+    """Concatenate the rows of some spans."""
+    if not len(spans):
         return np.empty(0, dtype=np.int64)
-    return np.concatenate([np.arange(lo, lo + length, dtype=np.int64) for lo, length in spans])
+    return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in spans])
 
 
 def owner_mask(kinds: Sequence[str], lengths: Sequence[int]) -> list[npt.NDArray[np.bool_]]:

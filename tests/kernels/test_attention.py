@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from typing import Any
 
@@ -16,25 +15,9 @@ from octopus_trl.kernels._block_mask import BLOCK, block_mask, padded_rows, padd
 from octopus_trl.kernels.attention import dag_attention
 from octopus_trl.maths import attention as maths
 from octopus_trl.maths import dag
+from tests.kernels.plans import random_plan
 
 SCALE = 0.3
-
-
-def random_plan(seed: int, longest: int = 300, segments: int = 14) -> dag.AttentionPlan:
-    """Draw a DAG with several roots, forks and mounts of non-ancestors."""
-    draw = random.Random(seed)
-    parents: list[int | None] = [None]
-    mounts: list[list[int]] = [[]]
-    for index in range(1, segments):
-        parents.append(draw.choice([None, *range(index)]) if draw.random() < 0.9 else index - 1)
-        free = [
-            other
-            for other in range(index)
-            if other not in [*dag.ancestors([*parents], index), index]
-        ]
-        mounts.append(draw.sample(free, k=min(len(free), draw.choice([0, 0, 1, 2]))))
-    lengths = [draw.choice([1, 7, 128, draw.randint(1, longest)]) for _ in parents]
-    return dag.layout(parents, mounts, lengths).plan
 
 
 def dense(plan: dag.AttentionPlan, *, apart: bool) -> np.ndarray:
@@ -119,7 +102,7 @@ def test_one_mask_serves_every_layer_of_a_pass(monkeypatch: pytest.MonkeyPatch) 
         built.append(plan)
         return block_mask(plan, **named)
 
-    monkeypatch.setattr("octopus_trl.kernels.attention.block_mask", build)
+    monkeypatch.setattr("octopus_trl.kernels._flex.block_mask", build)
     plan = plan_of(129)
     q, k, v = (x.detach() for x in make(plan.num_rows, (2, 1, 8), "cpu", torch.float32))
     for _ in range(3):
@@ -135,7 +118,7 @@ def test_compiled_block_lists_give_the_reference_and_one_size_compiles_once(
     from torch._dynamo.utils import counters
 
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    monkeypatch.setattr("octopus_trl.kernels.attention._attend", lambda device: compiled)
+    monkeypatch.setattr("octopus_trl.kernels._flex._attend", lambda device: compiled)
     graphs = []
     for rows in (600, 520, 760):
         plan = plan_of(rows)
