@@ -21,11 +21,11 @@ from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_mixture import SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+from octopus_trl.models.decay import initialise_decay
 from octopus_trl.train.sft import (
     OctopusSFTConfig,
     OctopusSFTTrainer,
     RowDataset,
-    initialise_decay,
 )
 from octopus_trl.train.startup import (
     check_report_to,

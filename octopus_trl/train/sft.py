@@ -29,6 +29,7 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
+from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.rows import LossRow, Tree, build_row
 
 Mixture = Callable[[np.random.Generator, float], Trace]
@@ -130,6 +131,7 @@ class OctopusSFTTrainer(Trainer):
         self._spec = spec_of(model)
         self._recent: dict[str, list[Tensor]] = {}
         super().__init__(model, args, data_collator=lambda batch: {"row": batch[0]}, **kwargs)
+        check_kernels(model, self.accelerator.device, compute_dtype(args, model))
         if args.stop_after_s is not None:
             self.add_callback(StopAfter(args.stop_after_s))
 
@@ -178,23 +180,3 @@ class StopAfter(TrainerCallback):
         """Ask the trainer to stop after this step where the deadline has passed."""
         if time.monotonic() >= self._deadline:
             control.should_training_stop = True
-
-
-def initialise_decay(model: nn.Module, *, seed: int) -> None:
-    """Draw the decay of every GDN layer for memory, as fla does.
-
-    A ~ U(1, 16) and dt ~ exp(U(log 0.001, log 0.1)), dt_bias = dt + log(1 − e^−dt) (the inverse of
-    softplus), so that a token's decay exp(−A softplus(dt_bias)) starts between 0.2 and 0.999.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        decay, bias = getattr(module, "A_log", None), getattr(module, "dt_bias", None)
-        if decay is None or bias is None:
-            continue
-        heads = decay.shape[0]
-        rate = torch.rand(heads, generator=generator) * 15 + 1
-        low, high = np.log(0.001), np.log(0.1)
-        dt = torch.exp(torch.rand(heads, generator=generator) * (high - low) + low)
-        with torch.no_grad():
-            decay.copy_(rate.log())
-            bias.copy_(dt + torch.log(-torch.expm1(-dt)))

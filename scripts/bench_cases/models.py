@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from octopus_trl import prepare_model
-from octopus_trl.train.sft import initialise_decay
+from octopus_trl.models.decay import initialise_decay
 
 from .clock import timed
 
@@ -50,12 +50,11 @@ def build(name: str, device: torch.device) -> tuple[Any, str]:
     """Make a prepared model in eval mode with random weights on a device.
 
     Returns:
-        The model, and a line that says how long it took and the entropy of its draws. float32 on a
-        CPU, where bfloat16 is slow and a small model is compared exactly; bfloat16 on a GPU unless
-        the model is the tiny one.
+        The model, and a line that says how long it took and the entropy of its draws. bfloat16 on
+        a GPU; float32 on a CPU, where bfloat16 is slow and results are compared exactly.
     """
     config = Qwen3_5TextConfig(**settings(name))
-    dtype = torch.float32 if device.type == "cpu" or name == "tiny" else torch.bfloat16
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with timed() as seconds:
         model = random_model(config, device, dtype)
         entropy = scale_entropy(model)

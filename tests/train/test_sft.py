@@ -15,12 +15,12 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_mixture import SOURCES, SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+from octopus_trl.models.decay import initialise_decay
 from octopus_trl.trace import Trace
 from octopus_trl.train.sft import (
     OctopusSFTConfig,
     OctopusSFTTrainer,
     RowDataset,
-    initialise_decay,
 )
 from tests.tiny import random_trace, tiny_hybrid
 
