@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from octopus_trl import Engine, SamplingParams
 
 from .setting import Setting, WrongResult
 
-# Largest ‖ours − plain‖/‖plain‖ of logits. bf16 rounds at 4e-3; 32 layers of it add up.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Largest ‖ours − plain‖/‖plain‖ of logits. bf16 rounds at 4e-3 and 32 random layers amplify it;
+# a wrong page, position or state gives an error near 1.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 PROMPT, BRANCH, DRAWN = 97, 33, 8  # tokens
 
 
@@ -22,6 +24,14 @@ def tokens_of(setting: Setting, count: int, seed: int) -> list[int]:
     draws = torch.Generator().manual_seed(seed)
     vocab_size = setting.load().config.vocab_size
     return torch.randint(0, vocab_size, (count,), generator=draws).tolist()
+
+
+def warm_up(setting: Setting, engine: Engine) -> None:
+    """Run each kind of pass once on a GPU, so that no clock sees a kernel being compiled."""
+    if setting.device.type == "cuda":
+        cursor = engine.open(tokens_of(setting, setting.sizes.prefill_chunk + 1, seed=10))
+        engine.generate([cursor], SamplingParams(max_tokens=3, seed=0), until=())
+        engine.close(cursor)
 
 
 @torch.no_grad()
@@ -66,5 +76,6 @@ def check_logits(setting: Setting, ours: Tensor, plain: Tensor) -> None:
     """
     error = float((ours - plain).norm() / plain.norm())
     limit = TOLERANCES[setting.load().dtype]
+    print(f"logits differ from a plain forward's by {error:.2e}, relative norm", file=sys.stderr)
     if not error <= limit:
         raise WrongResult(f"logits differ from the plain forward by {error:.2e}, at most {limit}")

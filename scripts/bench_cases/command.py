@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import importlib
 import json
 import platform
@@ -77,6 +78,10 @@ def run_case(name: str, setting: Setting, *, asked: bool) -> Iterator[tuple[Line
     except Exception as error:  # noqa: BLE001 the cases after it still count
         traceback.print_exc()
         yield Line.not_run(name, f"{type(error).__name__}: {error}"), True
+    finally:
+        if setting.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 def circumstances(commit: str | None = None) -> dict[str, Any]:

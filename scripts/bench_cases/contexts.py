@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from octopus_trl import Cursor, Engine
 
-from .checks import tokens_of
+from .checks import tokens_of, warm_up
 from .clock import percentiles_s, timed
 from .setting import Line, Setting, WrongResult
 
@@ -67,6 +67,7 @@ def _contexts(setting: Setting) -> Contexts:
         num_states=STATES,
         prefill_chunk=sizes.prefill_chunk,
     )
+    warm_up(setting, engine)
     text = tokens_of(setting, lengths[-1], seed=42)
     made = Contexts(engine, [], {}, span)
     done, total_s = 0, 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from octopus_trl import Cursor, Engine, SamplingParams
 
-from .checks import check_decode, check_logits, plain_logits, tokens_of
+from .checks import check_decode, check_logits, plain_logits, tokens_of, warm_up
 from .clock import timed
 from .setting import Line, Setting
 from .stock import continuous_rate, generate_rate
@@ -21,6 +21,7 @@ def run(setting: Setting) -> Iterator[Line]:
     sizes = setting.sizes
     check_decode(setting)
     engine = make_engine(setting, max(sizes.threads))
+    warm_up(setting, engine)
     root_tokens = tokens_of(setting, sizes.shared, seed=31)
     with timed() as seconds, setting.busy(f"decode: prefix of {sizes.shared} tokens"):
         root = engine.open(root_tokens)

@@ -13,7 +13,6 @@ from .contexts import Place, contexts, time_primitive
 from .setting import Line, Setting
 
 PAPER_MS = 1.44  # assembly of a turn over pages; with transcripts 358.5 (paper, `wire-time`)
-TURNS = 30
 
 
 def run(setting: Setting) -> Iterator[Line]:
@@ -62,8 +61,9 @@ def _turn(setting: Setting, place: Place, tool: list[int]) -> Iterator[Line]:
         return engine.logits(engine.extend(reader, [*span, *tool]))
 
     with setting.busy(f"turn that mounts at {place.tokens} tokens"):
-        ready = _times(setting, place, queued, repeats=TURNS)
-        whole = _times(setting, place, computed, repeats=TURNS)
+        repeats = max(3, setting.sizes.repeats // 10)
+        ready = _times(setting, place, queued, repeats=repeats)
+        whole = _times(setting, place, computed, repeats=repeats)
     baseline: tuple[str, float | None]
     needed = 2 * setting.prefill_s(len(span) + len(tool))
     if setting.fits(needed):

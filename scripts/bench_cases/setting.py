@@ -117,14 +117,13 @@ class Setting:
         return time.perf_counter() - self.begin_s + seconds <= self.budget_s
 
     def prefill_s(self, tokens: float) -> float:
-        """Guess the seconds of a prefill from the slowest that was measured."""
+        """Guess the seconds of a prefill from the last that was measured."""
         return tokens / self._rate
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
-        """Note a measured prefill; the first replaces the guess."""
+        """Note a measured prefill of at least one chunk."""
         if tokens >= self.sizes.prefill_chunk:
-            first = self._rate == self.sizes.prefill_rate
-            self._rate = tokens / seconds if first else min(self._rate, tokens / seconds)
+            self._rate = tokens / seconds
 
     def out_of_budget(self, seconds: float) -> str:
         """Say why something that needs `seconds` did not run."""
