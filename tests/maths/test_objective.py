@@ -9,6 +9,7 @@ import torch
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths.objective import (
+    branch_credits,
     clipped_surrogate,
     group_advantages,
     is_clipped,
@@ -161,3 +162,47 @@ def test_nothing_compared_is_not_agreement() -> None:
     mean, largest = rollout_training_kl(torch.zeros(0), rollout_logps=torch.zeros(0))
     assert math.isnan(mean.item())
     assert math.isnan(largest.item())
+
+
+def test_branch_credits_sum_to_zero_and_a_lone_branch_gets_none() -> None:
+    changes = torch.tensor([3.0, -5.0, 0.25])
+    found = branch_credits(changes, weight=0.1, limit=1.0)
+    assert found.tolist() == pytest.approx([0.1 * (x - 0.25 / 3) for x in (1.0, -1.0, 0.25)])
+    assert found.sum().item() == pytest.approx(0.0, abs=1e-12)
+    free = branch_credits(changes, weight=0.1)
+    assert free.tolist() == pytest.approx([0.1 * (x + 1.75 / 3) for x in (3.0, -5.0, 0.25)])
+    assert branch_credits(torch.tensor([7.0]), weight=0.1).tolist() == [0.0]
+    assert branch_credits(torch.empty(0), weight=0.1).tolist() == []
+
+
+def test_a_change_that_is_no_number_counts_as_none() -> None:
+    changes = torch.tensor([float("nan"), 1.0])
+    assert branch_credits(changes, weight=1.0).tolist() == [-0.5, 0.5]
+
+
+def test_one_weight_a_tree_is_the_capped_product_of_its_tokens() -> None:
+    tree_index = torch.tensor([0, 0, 1, 0])
+    difference = torch.tensor([0.1, 0.2, -0.5, -0.4], dtype=torch.float64)
+    found = truncated_importance_weights(
+        difference, sampling_logps=torch.zeros(4), cap=0.9, tree_index=tree_index, num_trees=2
+    )
+    expected = [min(math.exp(-0.1), 0.9), math.exp(-0.5)]
+    assert found.tolist() == pytest.approx([expected[tree] for tree in tree_index])
+
+
+def test_one_weight_a_tree_leaves_almost_no_tree_where_trees_are_long() -> None:
+    draws = torch.Generator().manual_seed(0)
+    trees, length, noise = 64, 20_000, 0.02
+    difference = noise * torch.randn(trees * length, generator=draws, dtype=torch.float64)
+    tree_index = torch.arange(trees).repeat_interleave(length)
+
+    def effective_share(weights: torch.Tensor) -> float:
+        return (weights.sum() ** 2 / (weights**2).sum() / len(weights)).item()
+
+    nothing = torch.zeros_like(difference)
+    by_token = truncated_importance_weights(difference, sampling_logps=nothing, cap=1e9)
+    by_tree = truncated_importance_weights(
+        difference, sampling_logps=nothing, cap=1e9, tree_index=tree_index, num_trees=trees
+    )
+    assert effective_share(by_token) > 0.999
+    assert effective_share(by_tree) < 0.1
