@@ -33,7 +33,17 @@ _OPERATIONS = {
     "token_logps": ("logps", False),
     "write_slots": ("paging", False),
     "gather_slots": ("paging", False),
-    "sample": ("sampling", False),
+    "sample": ("sampling", True),
+    "gated_delta_pool_step": ("delta_pool", True),
+    "rms_norm": ("norms", True),
+    "gated_rms_norm": ("norms", True),
+    "swiglu": ("gates", True),
+    "sigmoid_gate": ("gates", True),
+    "rotate_and_write": ("rotary", True),
+    "rotary_tables": ("rotary", False),
+    "lora_shrink": ("lora", True),
+    "lora_expand": ("lora", True),
+    "skinny_linear": ("linear", True),
 }
 
 

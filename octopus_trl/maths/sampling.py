@@ -40,6 +40,7 @@ def sample(
     top_k: Tensor,
     min_p: Tensor,
     uniform: Tensor,
+    filtered: bool | None = None,
 ) -> tuple[Tensor, Logps]:
     """Draw one token a row (README.md, Eq. 10).
 
@@ -49,25 +50,29 @@ def sample(
     inverts the cumulative distribution of the kept tokens, in order of id and in float64.
 
     Args:
-        logits: [R, V] float32.
+        logits: [R, V], taken to float32 where they are narrower.
         temperature: [R], at least 0; 0 takes the best token.
         top_p: [R] in (0, 1], 1 keeps all.
         top_k: [R] int64, 0 keeps all.
         min_p: [R] in [0, 1), 0 keeps all.
         uniform: [R] float64 in [0, 1).
+        filtered: False promises that no row uses top-k, top-p or min-p, True allows it; None looks,
+            which waits for the device once and saves sorting the vocabulary where no row filters.
 
     Returns:
         tokens [R] int64, and their log-probabilities [R] float32 under the temperature-scaled
         distribution before top-k, top-p and min-p, which is what training scores (temperature 1
-        where the temperature is 0).
-
-    Cost: one device synchronisation, which saves sorting the vocabulary where no row filters.
+        where the temperature is 0). A row without a finite log-probability of its token (logits
+        that are not finite) gets NaN.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     greedy = temperature == 0
     scale = torch.where(greedy, 1, temperature).to(logits.dtype)[:, None]
     scaled = logits / scale
     probs = scaled.double().softmax(-1)
-    if bool(((top_p < 1) | (top_k > 0) | (min_p > 0)).any()):
+    if filtered is None:
+        filtered = bool(((top_p < 1) | (top_k > 0) | (min_p > 0)).any())
+    if filtered:
         probs = probs.masked_fill(~_kept(scaled, probs, top_p, top_k, min_p), 0)
     cumulative = probs.cumsum(-1)
     target = uniform.double()[:, None] * cumulative[:, -1:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +16,7 @@ PROBS = torch.tensor([0.1, 0.4, 0.05, 0.2, 0.25])
 SETTINGS: dict[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
 
-def settings(rows: int, **given: float) -> dict[str, Tensor]:
+def settings(rows: int, **given: float) -> dict[str, Any]:
     """Spread one setting over rows."""
     return {
         name: torch.full((rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
@@ -82,7 +84,7 @@ def test_greedy_draws_are_scored_at_temperature_one() -> None:
 def test_a_row_does_not_depend_on_the_batch_around_it() -> None:
     rows = 23
     logits = torch.randn(rows, 101)
-    mixed = {
+    mixed: dict[str, Any] = {
         "temperature": torch.rand(rows) * (torch.rand(rows) > 0.2),
         "top_p": 1 - 0.5 * torch.rand(rows) * (torch.rand(rows) > 0.5),
         "top_k": torch.randint(0, 9, (rows,)),
@@ -121,3 +123,21 @@ def test_uniform_numbers_are_spread_evenly_and_streams_differ() -> None:
     assert float(((counts - 1000) ** 2 / 1000).sum()) < 43.8  # chi-square, 19 degrees, p = 0.001
     assert abs(float(torch.corrcoef(torch.stack([drawn, other]))[0, 1])) < 0.03
     assert abs(float(torch.corrcoef(torch.stack([drawn[1:], drawn[:-1]]))[0, 1])) < 0.03
+
+
+def test_a_promise_of_no_filters_changes_nothing_and_true_ones_need_no_look() -> None:
+    logits = torch.randn(50, 17)
+    plain, sharp = settings(50, temperature=0.7), settings(50, temperature=0.7, top_k=5, top_p=0.9)
+    for setting, filtered in ((plain, False), (plain, True), (sharp, True)):
+        got = sample(logits, **setting, uniform=grid(50), filtered=filtered)
+        want = sample(logits, **setting, uniform=grid(50))
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+
+
+def test_narrow_logits_are_taken_to_float32_first() -> None:
+    logits = torch.randn(50, 17, dtype=torch.bfloat16)
+    got = sample(logits, **settings(50, temperature=0.7), uniform=grid(50))
+    want = sample(logits.float(), **settings(50, temperature=0.7), uniform=grid(50))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
