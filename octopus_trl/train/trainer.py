@@ -31,6 +31,7 @@ from octopus_trl.train import loss, records
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.credit import BranchCredit
 from octopus_trl.train.data import EpochSampler, check_questions, questions_per_generation
+from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.resume import WholeCheckpoints
@@ -140,8 +141,11 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
             old_is_rollout=args.old_logps == "rollout" and self._updates_outlive_generation,
         )
         self._train_seconds = 0.0
+        dtype = compute_dtype(args, self.model)
+        kernels = check_kernels(self.model, self.accelerator.device, dtype)
         if self.accelerator.is_main_process:
-            say(describe_adapter(self.model))
+            for line in (describe_adapter(self.model), *kernels):
+                say(line)
 
     # ---- generation: TRL's seam between questions and what the loss reads
 
