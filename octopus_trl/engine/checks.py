@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Any
 
+import torch
+
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.errors import ClosedCursor, ConfigError, StaleVersion
 
@@ -22,6 +24,30 @@ def check_at_least(least: int, **values: int | None) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name}={value!r}: must be an integer of at least {least}")
+
+
+def check_place(asked: torch.device | str | None, held: torch.device) -> torch.device:
+    """Give the device of the pools: where the model is.
+
+    Args:
+        held: device of the model's weights.
+    Raises:
+        ConfigError: another device was asked for, or none of that name exists.
+    """
+    if asked is None:
+        return held
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device={asked!r}: must be a torch device such as {str(held)!r} ({error})"
+        ) from None
+    if device.type != held.type or device.index not in (None, held.index):
+        raise ConfigError(
+            f"device={str(device)!r}: the model is on {held}; move it there first, or leave device "
+            "out"
+        )
+    return held
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, *, at_least: int = 0) -> list[int]:

@@ -33,6 +33,8 @@ class Node:
         epoch: weights and pools that it was computed with; another epoch may not go on from it.
         mounts: what became readable just before the first own token.
         slot: state slot that holds the recurrent state at the end, if any does.
+        place: place in host memory that holds a copy of it, if any does.
+        stated: whether the state was ever there.
         hidden: [d] last hidden state at the end, if known.
         refs: cursors, running turns, prompt entries and children that need this node's chain.
         mount_refs: mounts that read this node.
@@ -49,6 +51,8 @@ class Node:
     epoch: int
     mounts: tuple[Mount, ...] = ()
     slot: int | None = None
+    place: int | None = None
+    stated: bool = False
     hidden: Tensor | None = None
     refs: int = 0
     mount_refs: int = 0
@@ -67,6 +71,11 @@ class Node:
     def num_tokens(self) -> int:
         """Tokens of the chain through this node."""
         return self.offset + len(self.tokens)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the recurrent state at the end is in a slot or parked."""
+        return self.slot is not None or self.place is not None
 
 
 @dataclass(eq=False, slots=True)

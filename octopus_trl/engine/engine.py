@@ -10,22 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopus_trl.engine.checks import check_at_least, check_tokens, check_usable
+from octopus_trl.engine.checks import check_at_least, check_place, check_tokens, check_usable
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.engine.host_memory import keep_freed_memory
 from octopus_trl.engine.opening import open_prompt
+from octopus_trl.engine.pools import Pools
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import PromptCache
 from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.scheduler import Scheduler
-from octopus_trl.engine.sizes import pool_sizes
-from octopus_trl.engine.tree import Tree
+from octopus_trl.engine.sizes import budget_of, settle, warn_of_thrash
 from octopus_trl.engine.turn import Turn
 from octopus_trl.engine.widths import decode_widths
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of, unwrap
-from octopus_trl.models.paged import PagedMemory
 from octopus_trl.protocols import Finished, SamplingParams
 
 
@@ -40,12 +39,14 @@ class Engine:
         page_size: token slots of a page, at least 1.
         num_pages: pages of the pool; None takes a share of the free memory.
         num_states: recurrent states held at once; None takes a share. When they run out the states
-            of snapshots, then of idle cursors, are dropped and built again when needed.
+            of snapshots, then of idle cursors, are parked, or dropped and built again when needed.
         device: where the model is; None asks the model.
         max_snapshots: boundaries whose state a cursor keeps: its fork point and the last others.
         prefill_chunk: most tokens of one prefill pass.
         decode_width: rows of every decode pass; None takes the least of several widths that holds
             the rows, on a CPU only widths that are seen to agree bit by bit.
+        park_bytes: pinned host memory for states that are not about to step; 0 parks none, None
+            takes a share of the free host memory beside a GPU and nothing on a CPU.
 
     Raises:
         ConfigError: a value is outside its range, or the model is not prepared.
@@ -62,12 +63,12 @@ class Engine:
         max_snapshots: int = 4,
         prefill_chunk: int = 512,
         decode_width: int | None = None,
+        park_bytes: int | None = None,
     ) -> None:
         spec = spec_of(model)
         weight = unwrap(model).get_input_embeddings().weight
-        place = weight.device if device is None else torch.device(device)
-        if place.type != weight.device.type:
-            raise ConfigError(f"device={str(place)!r}: the model is on {weight.device}, move it")
+        place = check_place(device, weight.device)
+        check_at_least(0, park_bytes=park_bytes)
         check_at_least(
             1,
             page_size=page_size,
@@ -77,30 +78,31 @@ class Engine:
             prefill_chunk=prefill_chunk,
             decode_width=decode_width,
         )
-        sizes = pool_sizes(spec, page_size, weight.dtype, weight.device, num_pages, num_states)
+        self._prefill_chunk = prefill_chunk
+        self._widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
+        kind: dict[str, Any] = {"page_size": page_size, "dtype": weight.dtype}
+        rows = self._widths[-1]
+        sizes = settle(
+            spec,
+            budget_of(place, spec, weight.dtype, prefill_chunk=prefill_chunk, rows=rows),
+            **kind,
+            num_pages=num_pages,
+            num_states=num_states,
+            park_bytes=park_bytes,
+        )
+        warn_of_thrash(spec, sizes, max_snapshots)
         self.model, self.spec, self.page_size = model, spec, page_size
-        self.num_pages, self.num_states = sizes
+        self.num_pages, self.num_states, _ = sizes
         self.max_snapshots = max_snapshots
         self.counters = Counters()
-        self._memory = PagedMemory(
-            spec,
-            page_size=page_size,
-            num_pages=self.num_pages,
-            num_states=self.num_states,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self._pools = Pools(spec, sizes, **kind, device=place, counters=self.counters)
         self._tickets = itertools.count()
         self._policy_version = 0
         self._epoch = 0
-        self._peaks = (0, 0)
-        self._evicted_states = 0
-        self._prefill_chunk = prefill_chunk
-        self._widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
-        if weight.device.type == "cpu":
+        if place.type == "cpu":
             keep_freed_memory()
         self._start_empty()
-        self._memory.allocate()
+        self._pools.take()
 
     # Cursors
 
@@ -176,7 +178,7 @@ class Engine:
             if not isinstance(num_tokens, int) or not 0 < num_tokens <= length:
                 raise ConfigError(f"num_tokens={num_tokens!r}: must be an integer in 1..{length}")
             node = self._tree.locate(cursor._tail, num_tokens)
-            if self.spec.is_hybrid and node.slot is None:
+            if self.spec.is_hybrid and not node.has_state:
                 self._check_awake()
                 with self._runner.evaluating():
                     self._runner.ensure_state(node)
@@ -329,18 +331,18 @@ class Engine:
         if not self._scheduler.is_idle:
             raise ConfigError("turns are running: step until they end, or cancel them, then sleep")
         with self.counters.timed("sleep"):
-            pages, states = self._tree.pages, self._tree.states
-            self._peaks = (max(self._peaks[0], pages.peak), max(self._peaks[1], states.peak))
-            self._evicted_states += states.evicted
             self._epoch += 1
+            self._pools.give_back()
             self._start_empty()
-            self._memory.release()
 
     def wake(self) -> None:
-        """Take the pools' memory again; the same sizes as before."""
+        """Take the pools' memory again, the same sizes as before; nothing if it is held.
+
+        Raises:
+            ConfigError: too little of it is free now.
+        """
         with self.counters.timed("wake"):
-            if not self._memory.allocated:
-                self._memory.allocate()
+            self._pools.take()
 
     def stats(self) -> dict[str, Any]:
         """Return the counters of everything since the engine was made.
@@ -353,10 +355,7 @@ class Engine:
             **self.counters.report(),
             "pages": tree.pages.num_held - cached,
             "cached_pages": cached,
-            "peak_pages": max(self._peaks[0], tree.pages.peak),
-            "slots": tree.states.num_held,
-            "peak_slots": max(self._peaks[1], tree.states.peak),
-            "evicted_states": self._evicted_states + tree.states.evicted,
+            **self._pools.report(),
             "cursors": len(self._primitives.cursors),
         }
 
@@ -379,7 +378,7 @@ class Engine:
 
     def _start_empty(self) -> None:
         """Make the host side of empty pools; the memory stays as it is."""
-        self._tree = Tree(self.num_pages, self.page_size, self.num_states)
+        self._tree, self._memory = self._pools.tree, self._pools.memory
         self._prompts = PromptCache(self._tree, any_token=not self.spec.is_hybrid)
         self._primitives = Primitives(self._tree, self.max_snapshots)
         self._runner = Runner(

@@ -334,7 +334,7 @@ class Runner:
             states.touch(source)
             return source.slot
         except StatesExhausted:
-            if source.readers > 1 or source.growing:
+            if source.slot is None or source.readers > 1 or source.growing:
                 raise
             return states.hand_over(source, node)
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from octopus_trl.engine.cursor import Mount, Node
 from octopus_trl.engine.pages import PagePool
+from octopus_trl.engine.parking import Mover
 from octopus_trl.engine.states import StatePool
 from octopus_trl.errors import IntegrityError
 
@@ -21,11 +22,20 @@ class Tree:
 
     Args:
         num_slots: state slots; 0 for a model without recurrent layers.
+        num_places: parked states at most, copied by `mover`.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        *,
+        num_places: int = 0,
+        mover: Mover | None = None,
+    ) -> None:
         self.pages = PagePool(num_pages, page_size)
-        self.states = StatePool(num_slots, _rank)
+        self.states = StatePool(num_slots, _rank, num_places=num_places, mover=mover)
 
     def new(
         self, parent: Node | None, mounts: tuple[Mount, ...], position: int, epoch: int
@@ -215,7 +225,7 @@ class Tree:
             node.ranges, node.cached_slots = [], None
 
     def let_state_go(self, node: Node) -> None:
-        """Release a boundary's state slot if nobody wants it."""
+        """Release a boundary's state if nobody wants it."""
         if not (node.tails or node.pins or node.readers or node.growing):
             self.states.release(node)
 

@@ -14,6 +14,8 @@ from octopus_trl.errors import IntegrityError, StatesExhausted
 class Boundary:
     rank: int | None
     slot: int | None = None
+    place: int | None = None
+    stated: bool = False
 
 
 def make_pool(num_slots: int) -> StatePool:
