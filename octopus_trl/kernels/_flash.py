@@ -210,7 +210,7 @@ def mask_tensors(plan: AttentionPlan, rows: int) -> tuple[np.ndarray, np.ndarray
     num = len(plan.visible)
     segment = np.full(-(-rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, num, dtype=np.int32)
     segment[: plan.num_rows] = plan.segment_of_row
-    words = num // 32 + 1
+    words = max(2, num // 32 + 1)  # a line of one word would be another layout to compile for
     sees = np.zeros((num + 1, words * 32), dtype=bool)
     sees[:num, :num] = plan.visible | plan.mounted
     np.fill_diagonal(sees[:num, :num], True)  # its own segment, up to the row itself
