@@ -62,7 +62,12 @@ def settle(
         ConfigError: the memory does not hold one page and one state, or not what was asked for.
     """
     page, state = bytes_per_page(spec, page_size, dtype), bytes_per_state(spec, dtype)
-    asked = (num_pages or 0) * page + (num_states or 0) * state
+    asked = (num_pages or 0) * page + ((num_states or 0) + 1) * state  # the zero state too
+    if (num_pages or num_states) and asked > budget.limit:
+        raise ConfigError(
+            f"num_pages={num_pages}, num_states={num_states}: the pools would take {asked} bytes "
+            f"and {budget.limit} are there: give smaller numbers or none"
+        )
     rest = max(0, budget.pools - asked)
     states, places = 0, 0
     if spec.is_hybrid:
@@ -81,11 +86,6 @@ def settle(
             f"{budget.pools} bytes for the pools hold {sizes.pages} pages and {sizes.states} "
             f"states, a step needs one of each: free memory, or give a smaller page_size, "
             f"num_pages and num_states"
-        )
-    if (taken := bytes_of(spec, sizes, page_size, dtype)) > budget.limit:
-        raise ConfigError(
-            f"num_pages={sizes.pages}, num_states={sizes.states}: the pools would take {taken} "
-            f"bytes and {budget.limit} are there: give smaller numbers or none"
         )
     return sizes
 
