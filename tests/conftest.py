@@ -37,6 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     found = torch.cuda.device_count()
     for item, needed in wanted:
+        # Kernel packages warn while they compile, each release about something else.
+        item.add_marker(pytest.mark.filterwarnings("default"))
         if found < needed:
             reason = f"needs {needed} CUDA device(s), this machine has {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
