@@ -108,7 +108,7 @@ def scale_of(temperature: tl.tensor, row: tl.tensor) -> tl.tensor:
 @triton.jit
 def exponentials(value: tl.tensor, highest: tl.tensor) -> tl.tensor:
     """Give ``exp(value - highest)``, 0 for -inf whatever the highest is, NaN kept."""
-    return tl.where(value == float("-inf"), 0.0, tl.exp(value - highest))
+    return tl.exp(value - tl.where(highest == float("-inf"), 0.0, highest))
 
 
 @triton.jit

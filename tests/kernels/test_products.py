@@ -1,0 +1,127 @@
+"""Adapters and the product of few rows in Triton against their references.
+
+The same bodies run interpreted on a CPU (small sizes) and compiled on a GPU; the sizes of a real
+layer are marked gpu.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from octopus_trl.maths import linear as linear_maths
+from octopus_trl.maths import lora as lora_maths
+from tests.kernels.interpreter import mend_loop_bounds
+
+pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
+from octopus_trl.kernels import _stream, linear, lora
+
+mend_loop_bounds()
+
+DTYPES = [torch.float32, torch.float16]  # bfloat16 products do not exist in the interpreter
+
+
+def close(got: Tensor, exact: Tensor, limit: float) -> None:
+    error = (got.cpu().double() - exact).norm() / exact.norm()
+    assert float(error) < limit
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "dim"), [(65, 63), (3, 200)])
+def test_few_rows_times_a_matrix_equal_float64(
+    outputs: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(3, dim + 5, device=device).to(dtype)[:, :dim]
+    weight = torch.randn(outputs, dim, device=device).to(dtype)
+    exact = linear_maths.skinny_linear(x.cpu().double(), weight=weight.cpu().double())
+    limit = 1e-6 if dtype == torch.float32 else 1e-3
+    close(linear.skinny_linear(x, weight=weight), exact, limit)
+
+
+def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.device) -> None:
+    x, weight = torch.randn(2, 70, device=device), torch.randn(33, 70, device=device)
+    exact = linear_maths.skinny_linear(x.cpu().double(), weight=weight.cpu().double())
+    cut = _stream.Tiling(outputs=16, depth=16, parts=4, warps=4, stages=2)
+    for _ in range(2):
+        close(_stream.multiply(x, weight, cut), exact, 1e-6)
+    assert not bool(_stream._counters(device, 1).any())
+
+
+def test_how_a_matrix_is_cut_covers_its_depth_and_ignores_the_rows() -> None:
+    for outputs, dim in [(2560, 9216), (2560, 4096), (18432, 2560), (12352, 2560), (8, 100)]:
+        cut = _stream.tiling(outputs, dim)
+        steps = -(-dim // cut.depth)
+        assert 1 <= cut.parts <= steps
+        assert cut.parts * -(-steps // cut.parts) >= steps
+
+
+def group(dtype: torch.dtype, device: torch.device, scale: int) -> dict[str, Tensor]:
+    """Three projections side by side, the middle one without an adapter, of unequal ranks."""
+    ranks, columns = (3 * scale, 4 * scale), (10 * scale, 7, 20 * scale)
+    b = torch.randn(sum(columns), max(ranks), device=device).to(dtype)
+    b[: columns[0], ranks[0] :] = 0
+    starts = torch.full((sum(columns),), -1, dtype=torch.int32, device=device)
+    starts[: columns[0]] = 0
+    starts[-columns[2] :] = ranks[0]
+    return {"b": b, "starts": starts}
+
+
+def check_adapters(
+    rows: int, dim: int, dtype: torch.dtype, device: torch.device, scale: int, limit: float
+) -> None:
+    named = group(dtype, device, scale)
+    num_outputs, ranks = len(named["starts"]), 7 * scale
+    a = torch.randn(ranks, dim, device=device).to(dtype) / dim**0.5
+    x = torch.randn(rows, dim, device=device).to(dtype)
+    h = lora.lora_shrink(x, a=a)
+    close(h, lora_maths.lora_shrink(x.cpu().double(), a=a.cpu().double()), limit)
+    # Outputs and ranks side by side in one product, as where A lies below the weights.
+    product = torch.randn(rows, num_outputs + ranks, device=device).to(dtype)
+    product[:, num_outputs:] = h
+    y = product[:, :num_outputs]
+    before = y.clone()
+    exact = lora_maths.lora_expand(
+        y.cpu().double(),
+        h=h.cpu().double(),
+        b=named["b"].cpu().double(),
+        starts=named["starts"].cpu(),
+    )
+    assert lora.lora_expand(y, h=product[:, num_outputs:], **named) is y
+    close(y, exact, limit)
+    untouched = named["starts"] < 0
+    assert torch.equal(y[:, untouched], before[:, untouched])
+    assert torch.equal(product[:, num_outputs:], h)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_of_a_fused_group_equal_float64(dtype: torch.dtype, device: torch.device) -> None:
+    check_adapters(3, 37, dtype, device, 1, 1e-6 if dtype == torch.float32 else 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 63, 64, 65])
+@pytest.mark.parametrize("scale", [1, 7, 32])
+def test_adapters_of_a_real_layer_equal_float64(rows: int, scale: int) -> None:
+    check_adapters(rows, 2560, torch.bfloat16, torch.device("cuda"), scale, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "dim"), [(2560, 9216), (2560, 4096), (18432, 2560), (77, 99)])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(outputs: int, dim: int) -> None:
+    x = torch.randn(64, dim, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(outputs, dim, device="cuda", dtype=torch.bfloat16) / dim**0.5
+    whole = linear.skinny_linear(x, weight=weight)
+    close(whole, x.cpu().double() @ weight.cpu().double().T, 1e-2)
+    for rows in (1, 2, 8, 16, 17, 33, 63):
+        assert torch.equal(linear.skinny_linear(x[:rows], weight=weight), whole[:rows])
+    assert not bool(_stream._counters(x.device, 1).any())
+
+
+@pytest.mark.gpu
+def test_products_are_the_same_each_time() -> None:
+    x = torch.randn(16, 9216, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(2560, 9216, device="cuda", dtype=torch.bfloat16)
+    first = linear.skinny_linear(x, weight=weight)
+    for _ in range(50):
+        assert torch.equal(linear.skinny_linear(x, weight=weight), first)
