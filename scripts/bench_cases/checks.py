@@ -13,9 +13,10 @@ from octopus_trl import Engine, SamplingParams
 
 from .setting import Setting, WrongResult
 
-# Largest ‖ours − plain‖/‖plain‖ of logits. bf16 rounds at 4e-3 and 32 random layers amplify it;
-# a wrong page, position or state gives an error near 1.
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+# Largest ‖ours − plain‖/‖plain‖ of logits. In bf16 the plain forward itself is 0.02 to 0.03 from a
+# float32 one after 8 random layers and 0.1 after 32, the engine as much; a wrong page, position or
+# state gives an error near 1. Exact parity is the tests' business.
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 PROMPT, BRANCH, DRAWN = 97, 33, 8  # tokens
 
 
@@ -45,8 +46,8 @@ def check_decode(setting: Setting) -> None:
     """Greedy turns on two branches of a prompt draw what a plain forward finds likeliest.
 
     Raises:
-        WrongResult: a drawn token's logit lies further below the plain forward's highest than the
-            dtype's rounding explains, or the logits after the turn differ by more than that.
+        WrongResult: a drawn token's logit lies further below the plain forward's highest than
+            rounding explains, or the logits after the turn differ by more than that.
     """
     model, sizes = setting.load(), setting.sizes
     engine = Engine(model, page_size=sizes.page_size, num_pages=64, num_states=16)
@@ -58,24 +59,25 @@ def check_decode(setting: Setting) -> None:
     for cursor, branch, (drawn, _) in zip(
         cursors, branches, engine.generate(cursors, greedy, until=()), strict=True
     ):
-        chain = [*prompt, *branch, *drawn]
-        plain = plain_logits(model, chain, keep=DRAWN + 1)
+        plain = plain_logits(model, [*prompt, *branch, *drawn], keep=DRAWN + 1)
         picked = plain[:-1].gather(1, torch.tensor(drawn, device=plain.device)[:, None])[:, 0]
         short = float((plain[:-1].max(-1).values - picked).max() / plain.std())
-        if short > TOLERANCES[model.dtype]:
+        # Two logits may each be off by the tolerance.
+        if short > 2 * TOLERANCES[model.dtype]:
             raise WrongResult(f"a greedy token lies {short:.2e} standard deviations below the best")
         check_logits(setting, engine.logits(cursor), plain[-1])
     engine.sleep()
 
 
 def check_logits(setting: Setting, ours: Tensor, plain: Tensor) -> None:
-    """Compare logits by relative norm.
+    """Compare logits [V] with those of a plain forward.
 
     Raises:
-        WrongResult: they differ by more than the dtype's rounding explains.
+        WrongResult: they differ by more than rounding explains.
     """
     error = float((ours - plain).norm() / plain.norm())
     limit = TOLERANCES[setting.load().dtype]
-    print(f"logits differ from a plain forward's by {error:.2e}, relative norm", file=sys.stderr)
+    text = f"logits differ from the plain forward's by {error:.2e}, at most {limit}"
+    print(text, file=sys.stderr)
     if not error <= limit:
-        raise WrongResult(f"logits differ from the plain forward by {error:.2e}, at most {limit}")
+        raise WrongResult(text)

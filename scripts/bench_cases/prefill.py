@@ -72,7 +72,7 @@ def _plain_s(
             with timed() as took:
                 end = plain_logits(model, tokens)
             seconds.append(took.value)
-    setting.kept["plain_end"] = end[0]
+    setting.kept["prefill_end"] = end[0]
     return (seconds[0], seconds[1]), ""
 
 
@@ -102,6 +102,6 @@ def _ours_s(
     with timed() as extended:
         engine.extend(thread, new)
     if check:
-        check_logits(setting, engine.logits(thread), setting.kept["plain_end"])
+        check_logits(setting, engine.logits(thread), setting.kept["prefill_end"])
     engine.sleep()
     return fresh.value, extended.value

@@ -22,6 +22,8 @@ class Sizes:
         prompt, baseline_steps: prompt and decode steps of transformers' `generate`.
         mix_scale: lengths of an episode mix are divided by this.
         flat_rounds: rounds of the mix that the flat baseline repeats; none means all.
+        train_scale: lengths of the train mixes are divided by this.
+        train_tokens: unique tokens of the longest row that is trained on.
         page_size, prefill_chunk: of every engine.
         prefill_rate: tokens/s that the budget reckons with before any was measured.
     """
@@ -42,6 +44,8 @@ class Sizes:
     baseline_steps: int
     mix_scale: int
     flat_rounds: tuple[int, ...]
+    train_scale: int
+    train_tokens: int
     page_size: int
     prefill_chunk: int
     prefill_rate: float
@@ -65,6 +69,8 @@ SIZES = {
         baseline_steps=6,
         mix_scale=512,
         flat_rounds=(),
+        train_scale=16,
+        train_tokens=2_048,
         page_size=16,
         prefill_chunk=256,
         prefill_rate=2e3,
@@ -86,6 +92,8 @@ SIZES = {
         baseline_steps=24,
         mix_scale=1,
         flat_rounds=(5, 12, 27),
+        train_scale=1,
+        train_tokens=131_072,
         page_size=16,
         prefill_chunk=4_096,
         prefill_rate=1e4,
