@@ -110,17 +110,17 @@ def poisoned_pools(
 def brute_force(
     q: Tensor, keys: Tensor, values: Tensor, seen: Sequence[Slots], scale: float
 ) -> Tensor:
-    """Attend row by row and head by head in float64, to exactly the slots that each row sees."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    group = q.shape[1] // keys.shape[2]
-    flat_keys, flat_values = (x.double().flatten(0, 1) for x in (keys, values))
+    """Attend row by row in float64, on the device of q, to exactly the slots that each row sees."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    num_kv = keys.shape[2]
     for row, slots in enumerate(seen):
         if not len(slots):
             continue
-        index = torch.from_numpy(slots)
-        for head in range(q.shape[1]):
-            scores = flat_keys[index, head // group] @ q[row, head].double() * scale
-            out[row, head] = scores.softmax(0) @ flat_values[index, head // group]
+        index = torch.from_numpy(slots).to(q.device)
+        k, v = (pool.flatten(0, 1)[index].double() for pool in (keys, values))  # [L, KV, D]
+        query = q[row].double().unflatten(0, (num_kv, -1))  # [KV, G, D]
+        weights = (torch.einsum("hgd,lhd->hgl", query, k) * scale).softmax(-1)
+        out[row] = torch.einsum("hgl,lhd->hgd", weights, v).flatten(0, 1)
     return out
 
 
