@@ -1,0 +1,271 @@
+"""An update on frozen episode mixes: one packed row against the same branches as varlen rows.
+
+Both run the same kernels, the same LoRA adapter (r = 16) and the same checkpointing; the rows of
+the baseline are packed without padding, each leaf chain computed in full, every sampled token
+scored once. Then 131,072 unique tokens in one forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from octopus_trl import Trace
+from octopus_trl.kernels._block_lists import block_pairs
+from octopus_trl.maths.objective import rollout_training_kl
+from octopus_trl.models import spec_of
+from octopus_trl.models.packed import run_packed
+from octopus_trl.trace import Segment, ThreadRecord
+from octopus_trl.train.kernel_check import check_kernels
+from octopus_trl.train.lora import PROJECTIONS
+from octopus_trl.train.rows import LossRow, Tree, build_row
+
+from .clock import sample_s, timed
+from .mix import read, synthetic, trace_of
+from .setting import Line, Setting, WrongResult
+from .train_mix import SHAPES, dedup_ratio, path_of
+from .train_work import UpdateFlops, chain_rows, without_reads
+
+RANK = 16
+REPEATS = 2
+LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
+# Mean of e^d − 1 − d between packed and separate rows; no token may be off by more than the second.
+CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (2e-3, 2.0)}
+HOST_LIMIT_S = 1.0  # layout and block lists of the longest row
+GIB = 2**30
+
+
+def run(setting: Setting) -> Iterator[Line]:
+    """Yield speed, MFU and memory for each mix, then the longest row."""
+    base = setting.load()
+    dtype, shapes = base.dtype, setting.shapes  # before the adapter's own layers are in
+    for text in check_kernels(base, setting.device, dtype):
+        print(text, file=sys.stderr, flush=True)
+    with adapted(base) as model:
+        flops = UpdateFlops.of(model, shapes)
+        rate = 0.0  # unique tokens/s, the last measured
+        for name in SHAPES:
+            mix = read(path_of(name)).shortened(setting.sizes.train_scale)
+            trace = trace_of(mix, base.config.vocab_size)
+            tokens = (1 + REPEATS) * sum(trace.lengths) * (1 + dedup_ratio(trace))
+            needed = tokens / rate if rate else 0.0
+            if not setting.fits(needed):
+                yield Line.not_run(name, setting.out_of_budget(needed))
+                continue
+            with setting.busy(name):
+                check_rows(model, trace, dtype)
+                lines, seconds = compare(setting, model, trace, flops)
+            yield from lines
+            rate = sum(trace.lengths) / seconds
+        yield from longest_row(setting, model, flops, rate)
+
+
+@contextmanager
+def adapted(model: Any) -> Iterator[Any]:
+    """Wrap a model in a LoRA adapter, in training mode with checkpointing; undone afterwards."""
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    targets = sorted(names & set(PROJECTIONS))
+    wrapped: Any = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=targets)
+    )
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:  # zeros would leave A without a gradient
+            torch.nn.init.normal_(parameter, std=1e-3)
+    wrapped.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    wrapped.train()
+    try:
+        yield wrapped
+    finally:
+        wrapped.gradient_checkpointing_disable()
+        wrapped.unload()
+        model.requires_grad_(False).eval()
+
+
+def row_of(traces: Sequence[Trace]) -> LossRow:
+    """Pack traces into one row, as the trainer does."""
+    return build_row([Tree(trace, 1.0) for trace in traces], mounts="live")
+
+
+def score(model: Any, row: LossRow) -> Tensor:
+    """Log-probabilities of a row's owned tokens, under autocast where the trainer has it."""
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        return run_packed(model, spec_of(model), row.packed, row.rows, row.targets)
+
+
+def update(model: Any, traces: Sequence[Trace]) -> None:
+    """Pack, score and take the gradient of the mean log-probability."""
+    (-score(model, row_of(traces)).mean()).backward()
+    model.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
+    """Compare the packed log-probabilities with those of separate rows, of the tree without reads.
+
+    Raises:
+        WrongResult: they differ by more than rounding explains.
+    """
+    tree = without_reads(trace)
+    chains = chain_rows(tree)
+    packed = score(model, row_of([tree]))
+    apart = score(model, row_of([chain.trace for chain in chains]))
+    sources = [source for chain in chains for source in chain.sources]
+    lengths = [len(tree.segments[source].tokens) for source in sources]
+    by_segment = dict(zip(sources, apart.split(lengths), strict=True))
+    joined = torch.cat([by_segment[source] for source in sorted(by_segment)])
+    mean, largest = (float(x) for x in rollout_training_kl(packed, rollout_logps=joined))
+    print(
+        f"{trace.episode_id}: {len(joined)} owned tokens packed against rows: mean e^d - 1 - d "
+        f"{mean:.2e}, max |d| {largest:.2e}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if not (mean <= CLOSE[dtype][0] and largest <= CLOSE[dtype][1]):
+        raise WrongResult(f"packed and separate rows differ: mean {mean:.2e}, max {largest:.2e}")
+
+
+def compare(
+    setting: Setting, model: Any, trace: Trace, flops: UpdateFlops
+) -> tuple[list[Line], float]:
+    """Measure both ways on one episode; give the lines and our seconds."""
+    rows = [chain.trace for chain in chain_rows(trace)]
+    unique, ratio = sum(trace.lengths), dedup_ratio(trace)
+    logical = sum(sum(row.lengths) for row in rows)
+    what = f"update of {trace.episode_id}, {unique:,} unique tokens, r {ratio:.2f}"
+    ours_s, ours_peak = measured(setting, partial(update, model, [trace]))
+    passes, theirs_s, theirs_peak = fewest_passes(setting, model, rows)
+    ours_flops = flops.count(row_of([trace]))
+    ours_mfu = ours_flops / ours_s / setting.rates.flops
+    theirs_mfu = sum(flops.count(row_of(part)) for part in split(rows, passes)) / theirs_s
+    name = f"branches as {len(rows)} varlen rows of {logical:,} tokens in {passes} passes"
+    lines = [
+        Line.rate(
+            what,
+            theirs_s / ours_s,
+            "times faster than separate rows",
+            ratio,
+            baseline=(f"{name}, s", theirs_s),
+        ),
+        Line.rate(
+            f"{what}: MFU, FLOPs of {UpdateFlops.__name__}",
+            unique / ours_s,
+            "unique tokens/s",
+            unique / ours_s / ours_mfu,
+            baseline=(f"{name}, MFU", theirs_mfu / setting.rates.flops),
+        ),
+    ]
+    memory = f"{what}: peak memory"
+    if setting.device.type != "cuda":
+        lines.append(Line.not_run(memory, "counted on a GPU alone"))
+    elif passes > 1:
+        lines.append(Line.not_run(memory, f"the {name} do not fit one; ours {ours_peak:.1f} GiB"))
+    else:
+        lines.append(
+            Line.rate(
+                memory,
+                theirs_peak / ours_peak,
+                "times less than the rows",
+                LEAST_MEMORY,
+                baseline=(f"{name}, GiB", theirs_peak),
+            )
+        )
+    return lines, ours_s
+
+
+def fewest_passes(setting: Setting, model: Any, rows: list[Trace]) -> tuple[int, float, float]:
+    """Run rows in as few passes as fit in memory; give passes, seconds of all, peak GiB."""
+    passes = 1
+    while True:
+        try:
+            parts = split(rows, passes)
+            seconds, peak = measured(setting, lambda parts=parts: [update(model, p) for p in parts])
+            return passes, seconds, peak
+        except torch.cuda.OutOfMemoryError:
+            model.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            passes *= 2
+
+
+def split(rows: list[Trace], passes: int) -> list[list[Trace]]:
+    """Deal rows out to passes of about equal size, the longest first."""
+    parts: list[list[Trace]] = [[] for _ in range(passes)]
+    used = [0] * passes
+    for row in sorted(rows, key=lambda row: -sum(row.lengths)):
+        least = used.index(min(used))
+        parts[least].append(row)
+        used[least] += sum(row.lengths)
+    return [part for part in parts if part]
+
+
+def measured(setting: Setting, call: Callable[[], Any]) -> tuple[float, float]:
+    """Give the least seconds of a call after one that does not count, and its peak GiB."""
+    call()
+    cuda = setting.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = min(sample_s(call, repeats=REPEATS))
+    return seconds, torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+
+
+def longest_row(setting: Setting, model: Any, flops: UpdateFlops, rate: float) -> Iterator[Line]:
+    """Yield the host's time and the device's memory for one row of the most unique tokens."""
+    trace = wide_episode(setting.sizes.train_tokens, model.config.vocab_size)
+    unique = sum(trace.lengths)
+    what = f"{unique:,} unique tokens in one row"
+    with timed() as host:
+        row = row_of([trace])
+    plan = row.packed.layout.plan
+    with timed() as lists:
+        for query_block in (128, 64):
+            block_pairs(plan, query_block=query_block, key_block=64, rows=unique)
+    text = f"{what}: packing and block lists both ways on the host"
+    yield Line.cost(text, host.value + lists.value, "s", HOST_LIMIT_S)
+    needed = 2 * unique / rate if rate else 0.0
+    if not setting.fits(needed):
+        yield Line.not_run(what, setting.out_of_budget(needed))
+        return
+    weights = sum(p.numel() * p.itemsize for p in model.parameters()) / GIB
+    with setting.busy(what):
+        if setting.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = min(sample_s(partial(update, model, [trace]), repeats=1))
+    speed = f"{what}: forward and backward, {len(row.targets):,} scored"
+    limit = setting.rates.flops / flops.count(row) * unique
+    yield Line.rate(speed, unique / seconds, "unique tokens/s", limit)
+    if setting.device.type != "cuda":
+        yield Line.not_run(f"{what}: peak memory", "counted on a GPU alone")
+        return
+    whole = torch.cuda.get_device_properties(setting.device).total_memory / GIB
+    peak = torch.cuda.max_memory_allocated() / GIB
+    yield Line.cost(f"{what}: peak", peak, "GiB", whole, baseline=("weights alone, GiB", weights))
+
+
+def wide_episode(tokens: int, vocab_size: int) -> Trace:
+    """A trunk of an eighth of the tokens and 28 branches, each mounts the one before and samples a
+    quarter of its own.
+    """
+    branches = 28
+    trunk = tokens // 8
+    own = (tokens - trunk) // branches
+    lengths = [trunk, *[own - own // 4, own // 4] * branches]
+    segments = [Segment(0, 0, None, "prompt", synthetic(0, lengths[0], vocab_size))]
+    threads = [ThreadRecord(0, None, head=0)]
+    for branch in range(branches):
+        tool, action = 1 + 2 * branch, 2 + 2 * branch
+        thread = branch + 1
+        texts = [synthetic(index, lengths[index], vocab_size) for index in (tool, action)]
+        edges = [tool - 2, action - 2] if branch else []
+        segments.append(Segment(tool, thread, 0, "tool", texts[0], edges))
+        segments.append(Segment(action, thread, tool, "action", texts[1]))
+        threads.append(ThreadRecord(thread, 0, head=action))
+    return Trace("wide", "wide", segments=segments, threads=threads).place()
