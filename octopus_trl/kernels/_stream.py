@@ -1,19 +1,23 @@
 """Few rows times a large matrix in Triton: the weights stream through once.
 
-The matrix is the left operand, whatever the number of rows, and how its depth is split depends on
+The matrix is the left operand, whatever the number of rows, and where its depth is cut depends on
 its shape alone. So a row's sums are taken in the same order beside 1 or 63 other rows, which the
 choice of kernels in a BLAS library does not promise. Of the programs that share an output, the last
 to arrive adds the parts in their order: one launch, and the same bits each time.
+
+All programs should be resident at once: each then streams its share of the weights at its own pace
+and none waits for a place. An early launch asks for the first weights, into the second-level cache,
+before the rows are there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import await_inputs, cuda, early, tl, triton
 
 MAX_ROWS = 64  # beyond, a BLAS library is at its best
 
@@ -34,18 +38,19 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(num_outputs: int, dim: int) -> Tiling:
-    """Choose from the matrix alone: enough programs to fill the device, however flat it is."""
-    outputs, depth = 64, 128
-    tiles, steps = triton.cdiv(num_outputs, outputs), triton.cdiv(dim, depth)
+def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
+    """Choose a tiling; where the depth is cut, and so the bits, does not depend on the rows."""
     parts = 1
-    while tiles * parts < _PROGRAMS and steps // (2 * parts) >= _MIN_STEPS:
+    while triton.cdiv(num_outputs, 64) * parts < _PROGRAMS and dim // (2 * parts) >= _MIN_DEPTH:
         parts *= 2
-    return Tiling(outputs, depth, parts, warps=4, stages=4)
+    if rows <= 32:
+        return Tiling(64, 128, parts, warps=4, stages=4)
+    return Tiling(64, 128, parts, warps=4, stages=3)
 
 
-_PROGRAMS = 512  # about four for each multiprocessor of an H200
-_MIN_STEPS = 3  # tiles of one program: fewer would not pay for starting it
+_PROGRAMS = 150  # a little more than one for each multiprocessor of an H200
+_MIN_DEPTH = 384  # of a part: less would not pay for starting a program
+_AHEAD = 1024  # columns of the weights that a program asks for before its rows are there
 
 
 def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
@@ -58,14 +63,23 @@ def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
         [R, N] in the dtype of x. Calls on one device must follow one another (they share
         counters), as on one stream.
     """
-    rows, num_outputs = len(x), len(weight)
-    y = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
-    block = max(16, triton.next_power_of_2(rows))
+    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    grid, arguments, settings = launch(x, weight, y, cut)
+    _skinny_linear[grid](*arguments, **settings)
+    return y
+
+
+def launch(
+    x: Tensor, weight: Tensor, y: Tensor, cut: Tiling
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Give grid, arguments and settings of a product's launch."""
+    (rows, num_outputs), dim = y.shape, weight.shape[1]
     tiles = triton.cdiv(num_outputs, cut.outputs)
     partial = y
     if cut.parts > 1:
         partial = torch.empty(cut.parts, rows, num_outputs, dtype=torch.float32, device=x.device)
-    _skinny_linear[(tiles, cut.parts)](
+    even = dim % cut.depth == 0
+    arguments = (
         x,
         weight,
         y,
@@ -73,18 +87,22 @@ def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
         _counters(x.device, tiles),
         rows,
         num_outputs,
-        weight.shape[1],
+        dim,
         x.stride(0),
         weight.stride(0),
-        ROWS=block,
-        OUTPUTS=cut.outputs,
-        DEPTH=cut.depth,
-        PARTS=cut.parts,
-        EVEN=weight.shape[1] % cut.depth == 0,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
     )
-    return y
+    settings = {
+        "ROWS": max(16, triton.next_power_of_2(rows)),
+        "OUTPUTS": cut.outputs,
+        "DEPTH": cut.depth,
+        "PARTS": cut.parts,
+        "EVEN": even,
+        "AHEAD": _AHEAD if even else 0,
+        **early(x.device),
+        "num_warps": cut.warps,
+        "num_stages": cut.stages,
+    }
+    return (tiles, cut.parts), arguments, settings
 
 
 _arrived: dict[torch.device, Tensor] = {}
@@ -115,6 +133,8 @@ def _skinny_linear(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -128,6 +148,23 @@ def _skinny_linear(
     steps = tl.cdiv(dim, DEPTH)
     share = tl.cdiv(steps, PARTS)
     first = part * share
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            # Nobody writes to weights, so they may be read before the rows are there.
+            asked = tl.minimum(output, num_outputs - 1).to(tl.int64) * weight_stride
+            start = weight + asked + first * DEPTH
+            length = tl.minimum(tl.minimum(share, steps - first) * DEPTH, AHEAD)
+            nbytes = tl.maximum(length, 0) * (weight.dtype.element_ty.primitive_bitwidth // 8)
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [start.to(tl.int64), tl.zeros_like(output) + nbytes],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+    await_inputs(EARLY)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(first, tl.minimum(first + share, steps)):
         at = step * DEPTH

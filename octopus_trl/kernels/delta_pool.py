@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.kernels.norms import gated_unit
 from octopus_trl.maths import delta_pool as maths
 
@@ -126,6 +126,7 @@ def gated_delta_pool_step(
         COLUMNS=columns,
         TILES=triton.next_power_of_2(triton.cdiv(value_dim, columns)),
         STAGES=TILING.stages,
+        **early(mixed.device),
         # A thread holds an element at least, so that no element has two owners.
         num_warps=max(1, min(TILING.warps, key_block * columns // _THREADS)),
     )
@@ -166,7 +167,9 @@ def _delta_pool_step(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     CHANNELS: tl.constexpr = KEY_HEADS * (2 * K + GROUP * V)
     STATE: tl.constexpr = KEY_HEADS * GROUP * K * V
     EVEN: tl.constexpr = KEY_BLOCK == K and TILES * COLUMNS == V

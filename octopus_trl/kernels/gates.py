@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.maths import gates as maths
 
 _BLOCK = 1024  # elements of a program: small, so that a few rows fill the device
@@ -25,7 +25,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     _swiglu[(triton.cdiv(dim, _BLOCK), rows)](
-        gate_up, y, gate_up.stride(0), dim, BLOCK=_BLOCK, num_warps=4
+        gate_up, y, gate_up.stride(0), dim, BLOCK=_BLOCK, **early(y.device), num_warps=4
     )
     return y
 
@@ -53,6 +53,7 @@ def sigmoid_gate(x: Tensor, *, gate: Tensor) -> Tensor:
         heads * dim,
         dim,
         BLOCK=_BLOCK,
+        **early(x.device),
         num_warps=4,
     )
     return y
@@ -60,8 +61,14 @@ def sigmoid_gate(x: Tensor, *, gate: Tensor) -> Tensor:
 
 @triton.jit
 def _swiglu(
-    gate_up: tl.tensor, y: tl.tensor, stride: tl.tensor, dim: tl.tensor, BLOCK: tl.constexpr
+    gate_up: tl.tensor,
+    y: tl.tensor,
+    stride: tl.tensor,
+    dim: tl.tensor,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = column < dim
@@ -82,7 +89,9 @@ def _sigmoid_gate(
     size: tl.tensor,
     dim: tl.tensor,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = column < size

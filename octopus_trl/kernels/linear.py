@@ -22,4 +22,4 @@ def skinny_linear(x: Tensor, *, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float64 or not 0 < len(x) <= MAX_ROWS:
         return maths.skinny_linear(x, weight=weight)
-    return multiply(x, weight, tiling(*weight.shape))
+    return multiply(x, weight, tiling(len(x), *weight.shape))

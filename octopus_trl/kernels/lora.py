@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from octopus_trl.kernels._stream import MAX_ROWS, Tiling, multiply
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.maths import lora as maths
 
 _SHRINK = Tiling(outputs=16, depth=128, parts=8, warps=4, stages=3)  # few outputs: split the depth
@@ -62,7 +62,8 @@ def lora_expand(y: Tensor, *, h: Tensor, b: Tensor, starts: Tensor) -> Tensor:
         ROWS=block,
         OUTPUTS=_OUTPUTS,
         RANKS=ranks,
-        num_warps=4,
+        **early(y.device),
+        num_warps=8 if block > 32 else 4,
     )
     return y
 
@@ -82,7 +83,9 @@ def _lora_expand(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     RANKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     NONE: tl.constexpr = 1 << 30
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)

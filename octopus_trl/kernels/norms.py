@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.maths import norms as maths
 
 
@@ -52,6 +52,7 @@ def rms_norm(
         HAS_RESIDUAL=residual is not None,
         ZERO_CENTERED=zero_centered,
         BLOCK=block,
+        **early(x.device),
         num_warps=min(8, max(1, block // 512)),
     )
     return y, h
@@ -80,6 +81,7 @@ def gated_rms_norm(o: Tensor, *, z: Tensor, weight: Tensor, eps: float) -> Tenso
         dim,
         eps,
         BLOCK=triton.next_power_of_2(dim),
+        **early(o.device),
         num_warps=1,
     )
     return y
@@ -110,7 +112,9 @@ def _rms_norm(
     HAS_RESIDUAL: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < dim
@@ -140,7 +144,9 @@ def _gated_rms_norm(
     dim: tl.tensor,
     eps: tl.tensor,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.maths import rotary as maths
 
 
@@ -80,6 +80,7 @@ def rotate_and_write(
         PER_HEAD=per_head,
         ZERO_CENTERED=zero_centered,
         BLOCK=block,
+        **early(qkv.device),
         num_warps=1,
     )
     gate = qkv[:, : heads * per_head].unflatten(1, (heads, per_head))[..., dim:] if gated else None
@@ -107,7 +108,9 @@ def _rotate_and_write(
     PER_HEAD: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels._triton import begin, early, tl, triton
 from octopus_trl.maths import sampling as maths
 from octopus_trl.shapes import Logps
 
@@ -68,6 +68,7 @@ def sample(
         vocab,
         logits.stride(0),
         BLOCK=BLOCK,
+        **early(logits.device),
         num_warps=8,
     )
     _draw[(rows,)](
@@ -84,6 +85,7 @@ def sample(
         logits.stride(0),
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
+        **early(logits.device),
         num_warps=8,
     )
     return tokens, logps
@@ -121,7 +123,9 @@ def _survey(
     vocab: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     block = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -150,7 +154,9 @@ def _draw(
     stride: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     inside = block < blocks

@@ -81,9 +81,10 @@ def rotate_and_write(
         q, gate = q[..., :dim], q[..., dim:]
     at = positions.long()
     angles = cos[at, None], sin[at, None]
-    norm = {"eps": eps, "zero_centered": zero_centered}
-    q = _rotate(rms_norm(q, weight=q_weight, **norm)[0], *angles)
-    k = _rotate(rms_norm(k.unflatten(-1, (kv_heads, dim)), weight=k_weight, **norm)[0], *angles)
+    q, _ = rms_norm(q, weight=q_weight, eps=eps, zero_centered=zero_centered)
+    k = k.unflatten(-1, (kv_heads, dim))
+    k, _ = rms_norm(k, weight=k_weight, eps=eps, zero_centered=zero_centered)
+    q, k = _rotate(q, *angles), _rotate(k, *angles)
     live = (slots >= 0).nonzero()[:, 0]
     to = slots.long()[live]
     write_slots(keys, values=k[live], slots=to)

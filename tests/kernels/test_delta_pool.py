@@ -84,7 +84,7 @@ def inputs(
 
 def check(given: dict[str, Any], limit: float) -> None:
     """Compare outputs and the whole of both pools with the reference in float64."""
-    exact = {
+    exact: dict[str, Any] = {
         name: value.cpu().double()
         if isinstance(value, Tensor) and value.is_floating_point()
         else value.cpu()

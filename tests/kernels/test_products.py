@@ -48,12 +48,12 @@ def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.
     assert not bool(_stream._counters(device, 1).any())
 
 
-def test_how_a_matrix_is_cut_covers_its_depth_and_ignores_the_rows() -> None:
+def test_how_a_matrix_is_cut_covers_its_depth_and_its_parts_ignore_the_rows() -> None:
     for outputs, dim in [(2560, 9216), (2560, 4096), (18432, 2560), (12352, 2560), (8, 100)]:
-        cut = _stream.tiling(outputs, dim)
-        steps = -(-dim // cut.depth)
-        assert 1 <= cut.parts <= steps
-        assert cut.parts * -(-steps // cut.parts) >= steps
+        cuts = [_stream.tiling(rows, outputs, dim) for rows in (1, 16, 17, 33, 64)]
+        assert len({(cut.parts, cut.depth) for cut in cuts}) == 1
+        steps = -(-dim // cuts[0].depth)
+        assert 1 <= cuts[0].parts <= steps
 
 
 def group(dtype: torch.dtype, device: torch.device, scale: int) -> dict[str, Tensor]:
