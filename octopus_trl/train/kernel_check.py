@@ -137,11 +137,11 @@ def check_attention(
     }
     named: dict[str, Any] = {"plan": plan, "scale": dim**-0.5}
 
-    def exact(q: Tensor, **given: Tensor) -> tuple[Tensor]:
-        return (attention.dag_attention(q, **given, **named),)
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        return (attention.dag_attention(q, k=k, v=v, **named),)
 
-    def fast(q: Tensor, **given: Tensor) -> tuple[Tensor]:
-        return (attend(q, **given, **named),)
+    def fast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+        return (attend(q, k=k, v=v, **named),)
 
     found, right = _both(fast, exact, inputs, draw)
     names = ("output", *(f"gradient of {name}" for name in inputs))

@@ -11,5 +11,6 @@ CASES = (
     "packed",
     "attention",
     "kernels",
+    "layers",
     "train",
 )

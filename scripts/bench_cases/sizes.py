@@ -24,6 +24,7 @@ class Sizes:
         flat_rounds: rounds of the mix that the flat baseline repeats; none means all.
         train_scale: lengths of the train mixes are divided by this.
         train_tokens: unique tokens of the longest row that is trained on.
+        layer_tokens: rows of the single layers that are timed.
         page_size, prefill_chunk: of every engine.
         prefill_rate: tokens/s that the budget reckons with before any was measured.
     """
@@ -46,6 +47,7 @@ class Sizes:
     flat_rounds: tuple[int, ...]
     train_scale: int
     train_tokens: int
+    layer_tokens: int
     page_size: int
     prefill_chunk: int
     prefill_rate: float
@@ -71,6 +73,7 @@ SIZES = {
         flat_rounds=(),
         train_scale=16,
         train_tokens=2_048,
+        layer_tokens=3_072,
         page_size=16,
         prefill_chunk=256,
         prefill_rate=2e3,
@@ -94,6 +97,7 @@ SIZES = {
         flat_rounds=(5, 12, 27),
         train_scale=1,
         train_tokens=131_072,
+        layer_tokens=49_152,
         page_size=16,
         prefill_chunk=4_096,
         prefill_rate=1e4,

@@ -107,6 +107,12 @@ def update(model: Any, traces: Sequence[Trace]) -> None:
     model.zero_grad(set_to_none=True)
 
 
+def update_all(model: Any, parts: Sequence[Sequence[Trace]]) -> None:
+    """Run an update in several passes."""
+    for traces in parts:
+        update(model, traces)
+
+
 @torch.no_grad()
 def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
     """Compare the packed log-probabilities with those of separate rows, of the tree without reads.
@@ -186,9 +192,7 @@ def fewest_passes(setting: Setting, model: Any, rows: list[Trace]) -> tuple[int,
     passes = 1
     while True:
         try:
-            parts = split(rows, passes)
-            seconds, peak = measured(setting, lambda parts=parts: [update(model, p) for p in parts])
-            return passes, seconds, peak
+            return passes, *measured(setting, partial(update_all, model, split(rows, passes)))
         except torch.cuda.OutOfMemoryError:
             model.zero_grad(set_to_none=True)
             gc.collect()

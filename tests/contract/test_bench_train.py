@@ -13,7 +13,7 @@ import torch
 from octopus_trl import Trace, prepare_model
 from octopus_trl.maths import dag
 from octopus_trl.train.rows import logical_tokens
-from scripts.bench_cases import command, mix, train, train_mix
+from scripts.bench_cases import command, layers, mix, train, train_mix
 from scripts.bench_cases.limits import H200, Rates, Shapes
 from scripts.bench_cases.setting import Setting, WrongResult
 from scripts.bench_cases.sizes import SIZES
@@ -116,3 +116,13 @@ def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
     assert longest.value is not None
     assert [name for name, _ in model.named_parameters()] == names
     assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_single_layers_are_timed_on_a_cpu(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rates, "of", lambda *_: H200)
+    monkeypatch.setattr(layers, "REPEATS", 1)
+    setting = Setting(sizes=replace(SIZES["tiny"], layer_tokens=192), kept={"model": model})
+    found = list(command.run_case("layers", setting, asked=True))
+    assert not any(failed for _, failed in found), found
+    assert [line.unit for line, _ in found] == ["ms"] * 4
+    assert all(line.value for line, _ in found)
