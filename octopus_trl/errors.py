@@ -26,6 +26,10 @@ class RewardError(OctopusError, ValueError):
     """A reward function gave a number that no episode can be trained on."""
 
 
+class RankFailed(OctopusError, RuntimeError):
+    """Another rank failed; the message says which, at what and why."""
+
+
 class PoolExhausted(OctopusError, RuntimeError):
     """A pool has too little room even after eviction.
 

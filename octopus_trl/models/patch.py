@@ -44,7 +44,7 @@ class _PassForward:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the stock class: this one exists only in a process that prepared a model."""
-        return _blank, (type(self).__bases__[1],), self.__dict__
+        return _blank, (stock_class(self),), self.__dict__
 
 
 def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "attention") -> Any:
@@ -85,6 +85,12 @@ def unwrap(model: nn.Module) -> Any:
             inner = inner.module
         else:
             return inner
+
+
+def stock_class(causal_lm: Any) -> type:
+    """Give the Hugging Face class of a prepared causal LM."""
+    kind = type(causal_lm)
+    return kind.__bases__[1] if issubclass(kind, _PassForward) else kind
 
 
 def spec_of(model: nn.Module) -> ModelSpec:

@@ -19,6 +19,7 @@ import torch
 from octopus_trl.errors import ConfigError
 
 STAGING = ".writing"
+OLDER, DOOMED = ".older", ".doomed"  # endings under the staging place: to replace, to remove
 MANIFEST = "octopus.json"
 SCHEMA = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -26,12 +27,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
     """Find the newest whole checkpoint of a run; half-written ones are passed over."""
-    found = []
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        match = _NAME.fullmatch(folder.name)
-        if match and folder.is_dir() and missing_part(folder) is None:
-            found.append((int(match[1]), folder))
-    return max(found)[1] if found else None
+    found = _whole_ones(output_dir)
+    return found[-1][1] if found else None
 
 
 def missing_part(folder: str | Path) -> str | None:
@@ -80,32 +77,66 @@ def resolve(resume: str | bool | None, output_dir: str | Path) -> str | None:
 def publish(staged: Path, final: Path, *, facts: dict[str, Any]) -> None:
     """Close a staged checkpoint with its manifest and move it into place in one step.
 
+    Its files are on the disk before it appears, so that a machine that loses power leaves no
+    checkpoint of the right sizes with nothing in it.
+
     Args:
         facts: kept in the manifest beside the list of files.
     """
-    files = {
-        str(path.relative_to(staged)): path.stat().st_size
-        for path in sorted(staged.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    }
+    files = {}
+    for path in sorted(staged.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            _settle(path)
+            files[str(path.relative_to(staged))] = path.stat().st_size
     manifest = {"schema": SCHEMA, **facts, "files": files}
     with (staged / MANIFEST).open("w", encoding="utf-8") as stream:
         json.dump(manifest, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     if final.exists():
-        older = staged.with_name(f"{final.name}.older")
+        older = staged.with_name(f"{final.name}{OLDER}")
         shutil.rmtree(older, ignore_errors=True)
         final.rename(older)
         staged.rename(final)
         shutil.rmtree(older, ignore_errors=True)
     else:
         staged.rename(final)
+    _settle(final.parent)
+
+
+def rotate(output_dir: str | Path, keep: int | None, *, newest: Path, best: str | None) -> None:
+    """Remove the oldest whole checkpoints until `keep` are left, counting `newest` and `best`.
+
+    A folder goes to the staging place before its files go, so that an interrupted removal leaves
+    nothing that looks like a checkpoint. Folders that are not whole are not ours to remove.
+
+    Args:
+        keep: at least 1 is kept; None keeps all.
+        newest: just written; never removed, whatever numbers an earlier run has left.
+        best: what `load_best_model_at_end` will load; never removed.
+    """
+    if keep is None or keep < 1:
+        return
+    safe = {newest.resolve(), *([Path(best).resolve()] if best else [])}
+    whole = [folder for _, folder in _whole_ones(output_dir)]
+    spare = [folder for folder in whole if folder.resolve() not in safe]
+    surplus = len(whole) - max(keep, len(safe))
+    for folder in spare[: max(surplus, 0)]:
+        doomed = Path(output_dir) / STAGING / f"{folder.name}{DOOMED}"
+        doomed.parent.mkdir(exist_ok=True)
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def clear_staging(output_dir: str | Path) -> None:
-    """Remove what an interrupted save left behind."""
-    shutil.rmtree(Path(output_dir) / STAGING, ignore_errors=True)
+    """Remove what an interrupted save left behind; put back what it was about to replace."""
+    staging = Path(output_dir) / STAGING
+    for older in staging.glob(f"*{OLDER}"):
+        place = Path(output_dir) / older.name.removesuffix(OLDER)
+        if not place.exists() and missing_part(older) is None:
+            older.rename(place)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_facts(folder: str | Path) -> dict[str, Any]:
@@ -134,3 +165,22 @@ def load_rank_state(folder: str | Path, rank: int) -> dict[str, Any]:
         )
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return state
+
+
+def _whole_ones(output_dir: str | Path) -> list[tuple[int, Path]]:
+    """List the whole checkpoints of a run with their steps, ascending."""
+    found = []
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        match = _NAME.fullmatch(folder.name)
+        if match and folder.is_dir() and missing_part(folder) is None:
+            found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def _settle(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -10,6 +10,7 @@ from torch import nn
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import unwrap
+from octopus_trl.train.zero import full_size
 
 # The ten projections of the authors' adapter: attention, gated delta net, MLP (DESIGN §3).
 PROJECTIONS = (
@@ -79,8 +80,8 @@ def describe_adapter(model: nn.Module) -> str:
         for name, module in model.named_modules()
         if hasattr(module, "lora_A") and name
     )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
+    trained = sum(full_size(p) for p in model.parameters() if p.requires_grad)
+    total = sum(full_size(p) for p in model.parameters())
     share = f"{trained:,} of {total:,} parameters train"
     if not names:
         return share

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.trainer_utils import rotate_checkpoints
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.trace import Trace
 from octopus_trl.train import checkpoint
+from octopus_trl.train.ranks import Ranks
 from octopus_trl.train.weights import say
+from octopus_trl.train.zero import zero_stage
 
 
 class WholeCheckpoints:
@@ -27,6 +28,7 @@ class WholeCheckpoints:
     args: Any
     state: Any
     num_iterations: int
+    _ranks: Ranks
     _step: int
     _buffered_inputs: list[dict[str, Any]] | None
     _staging = False
@@ -39,11 +41,35 @@ class WholeCheckpoints:
         Raises:
             ConfigError: there is none, or the one named is not whole.
         """
-        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        if self.accelerator.is_main_process:
-            checkpoint.clear_staging(self.args.output_dir)
-        self.accelerator.wait_for_everyone()
-        return super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
+        with self._ranks.watched():
+            if self.args.should_save:
+                checkpoint.clear_staging(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+            folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+            if folder is not None:
+                self._check_world(folder)
+            return super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
+
+    def _check_world(self, folder: str) -> None:
+        """Refuse a checkpoint whose parts another number of processes would not find.
+
+        Raises:
+            ConfigError: says both numbers, and why it matters.
+        """
+        world = self.accelerator.num_processes
+        written_by = int(checkpoint.read_facts(folder)["world_size"])
+        if world == written_by:
+            return
+        why = None
+        if zero_stage(self.accelerator):
+            why = "holds an optimizer that ZeRO split over them"
+        elif checkpoint.load_rank_state(folder, 0)["buffer"] is not None:
+            why = "holds traces not yet trained on"
+        if why is not None:
+            raise ConfigError(
+                f"{folder} was written by {written_by} processes and {why}, this run has {world}: "
+                f"launch {written_by} processes"
+            )
 
     def _get_output_dir(self, trial: Any) -> str:
         run_dir: str = super()._get_output_dir(trial=trial)  # type: ignore[misc]
@@ -54,7 +80,7 @@ class WholeCheckpoints:
         run_dir = Path(self._get_output_dir(trial))
         name = f"checkpoint-{self.state.global_step}"
         staged, final = run_dir / checkpoint.STAGING / name, run_dir / name
-        if self.accelerator.is_main_process:
+        if self.args.should_save:
             shutil.rmtree(staged, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         push, self.args.push_to_hub = self.args.push_to_hub, False
@@ -80,11 +106,11 @@ class WholeCheckpoints:
             "world_size": self.accelerator.num_processes,
         }
         checkpoint.publish(staged, final, facts=facts)
-        rotate_checkpoints(
-            output_dir=str(final.parent),
-            save_total_limit=self.args.save_total_limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=True,
+        checkpoint.rotate(
+            final.parent,
+            self.args.save_total_limit,
+            newest=final,
+            best=self.state.best_model_checkpoint,
         )
 
     def _push_safely(self, folder: Path) -> None:
@@ -98,15 +124,8 @@ class WholeCheckpoints:
         super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
         if folder is None:
             return
-        world = self.accelerator.num_processes
-        written_by = int(checkpoint.read_facts(folder)["world_size"])
-        rank = self.accelerator.process_index if world == written_by else 0
-        state = checkpoint.load_rank_state(folder, rank)
-        if world != written_by and state["buffer"] is not None:
-            raise ConfigError(
-                f"{folder} was written by {written_by} processes and holds traces not yet trained "
-                f"on, this run has {world}: launch {written_by} processes"
-            )
+        same = int(checkpoint.read_facts(folder)["world_size"]) == self.accelerator.num_processes
+        state = checkpoint.load_rank_state(folder, self.accelerator.process_index if same else 0)
         self._step = state["step"]
         self._buffered_inputs = decode_buffer(state["buffer"])
 

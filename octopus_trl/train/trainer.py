@@ -34,11 +34,13 @@ from octopus_trl.train.data import EpochSampler, check_questions, questions_per_
 from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
+from octopus_trl.train.ranks import FailTogether, Ranks
 from octopus_trl.train.resume import WholeCheckpoints
 from octopus_trl.train.rewards import RewardBook
 from octopus_trl.train.rows import LossRow, empty_row
 from octopus_trl.train.scoring import PackedRows
 from octopus_trl.train.weights import PolicyEngine, say
+from octopus_trl.train.zero import check_engine_runs
 
 REFUSED_ARGUMENTS = {
     "rollout_func": "episodes come from EpisodeRunner; give `tools` and set its limits in the "
@@ -49,7 +51,9 @@ REFUSED_ARGUMENTS = {
 }
 
 
-class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows, GRPOTrainer):
+class OctopusGRPOTrainer(
+    WholeCheckpoints, RewardBook, BranchCredit, PackedRows, FailTogether, GRPOTrainer
+):
     """`GRPOTrainer` whose samples are episodes of many threads (DESIGN §5).
 
     Args:
@@ -123,7 +127,10 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
             raise ConfigError("FSDP is not run by OctopusGRPOTrainer: use accelerate_configs/zero3")
         self._corpus = tools
         self._spec = spec_of(self.model)
-        self._policy = PolicyEngine(args, self.accelerator, lambda: self.model_wrapped)
+        self._ranks = Ranks(self.accelerator)
+        self._policy = PolicyEngine(
+            args, self.accelerator, lambda: self.model_wrapped, self._ranks.together
+        )
         self._runners: dict[str, EpisodeRunner] = {}
         # Greedy draws are recorded with the log-probs of temperature 1.
         self._temperature = {
@@ -193,6 +200,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
     def _run_episodes(self, inputs: list[dict[str, Any]], size: int, mode: str) -> list[Trace]:
         """Run `size` episodes of each question; those that ended survive an interruption."""
         ended: list[Trace] = []
+        counters: list[dict[str, Any]] = []  # of the engine, before and after
 
         def on_trace(trace: Trace) -> None:
             ended.append(trace)
@@ -204,7 +212,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
             if mode not in self._runners:
                 config = self.args.rollout_config(training=mode == "train")
                 self._runners[mode] = EpisodeRunner(engine, self._tokenizer, self._corpus, config)
-            before = dict(engine.stats())
+            counters.append(dict(engine.stats()))
             traces = self._runners[mode].run(
                 inputs[::size],
                 group_size=size,
@@ -212,15 +220,17 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
                 step=self.state.global_step,
                 on_trace=on_trace,
             )
-            self._measure_generation(traces, before, dict(engine.stats()), mode)
+            counters.append(dict(engine.stats()))
             return traces
 
         try:
-            return self._policy.run(self.state.global_step, run)
+            traces = self._policy.run(self.state.global_step, run)
         except BaseException:
             if ended:
                 self._write_traces(ended, f"interrupted_{mode}")
             raise
+        self._measure_generation(traces, *counters, mode)
+        return traces
 
     def _measure_generation(
         self, traces: Sequence[Trace], before: dict[str, Any], after: dict[str, Any], mode: str
@@ -250,6 +260,7 @@ class OctopusGRPOTrainer(WholeCheckpoints, RewardBook, BranchCredit, PackedRows,
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Run one micro-step: a forward and backward pass a row, gradients synchronised once."""
+        check_engine_runs(self.accelerator, model)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()

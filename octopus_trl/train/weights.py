@@ -1,7 +1,7 @@
-"""The engine over the trainer's own weights, and the passes that score without training.
+"""The engine over the trainer's weights.
 
 One GPU, DDP and ZeRO-1/2 keep the weights whole in the module, so the engine runs the very modules
-that train. Under ZeRO-3 they are gathered for the length of a generation, and inside it no rank
+that train. Under ZeRO-3 it runs a resident copy (`resident.py`), and inside a generation no rank
 waits for another. Sampling and scoring run in eval mode: no dropout, whatever the adapter asks.
 """
 
@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from trl.models.utils import unwrap_model_for_generation
 
 from octopus_trl.engine import Engine
 from octopus_trl.train.config import OctopusGRPOConfig
+from octopus_trl.train.resident import ResidentCopy
+from octopus_trl.train.zero import zero_stage
 
 Result = TypeVar("Result")
 
@@ -27,33 +28,35 @@ class PolicyEngine:
 
     Args:
         wrapped: gives the model as the trainer wraps it now.
+        together: makes the context in which a rank works by itself, named for what it does; a
+            failure there ends all ranks (`Ranks.together`).
     """
 
     def __init__(
-        self, args: OctopusGRPOConfig, accelerator: Any, wrapped: Callable[[], nn.Module]
+        self,
+        args: OctopusGRPOConfig,
+        accelerator: Any,
+        wrapped: Callable[[], nn.Module],
+        together: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._args, self._accelerator, self._wrapped = args, accelerator, wrapped
+        self._together = together
+        self._resident: ResidentCopy | None = None
+        self._copied: tuple[int, int] | None = None  # of which wrapped model, at which version
         self.engine: Engine | None = None
 
     def run(self, version: int, call: Callable[[Engine], Result]) -> Result:
         """Call with an engine that holds the current weights as policy `version`.
 
-        An exception leaves the model as it was before; it is raised once the weights are back.
+        Every rank must call it at the same version; `call` itself waits for no other rank.
         """
-        outcome: list[Result] = []
-        failure: BaseException | None = None
-        with self._whole_weights() as model:
+        model = self._whole_model(version)
+        with self._together("drawing episodes"):
             with eval_mode(model), torch.no_grad(), self._accelerator.autocast():
-                try:
-                    engine = self._awake(model, version)
-                    outcome.append(call(engine))
-                    engine.sleep()
-                # TRL's context has no finally: what crosses it leaves ZeRO-3 without its hooks.
-                except BaseException as error:  # noqa: BLE001
-                    failure = error
-        if failure is not None:
-            raise failure
-        return outcome[0]
+                engine = self._awake(model, version)
+                result = call(engine)
+                engine.sleep()
+        return result
 
     def _awake(self, model: nn.Module, version: int) -> Engine:
         if self.engine is None:
@@ -70,15 +73,21 @@ class PolicyEngine:
         self.engine.set_policy_version(version)
         return self.engine
 
-    def _whole_weights(self) -> AbstractContextManager[Any]:
-        if not is_zero3(self._accelerator):
-            return nullcontext(self._accelerator.unwrap_model(self._wrapped()))
-        return unwrap_model_for_generation(
-            self._wrapped(),
-            self._accelerator,
-            gather_deepspeed3_params=True,
-            gradient_checkpointing_kwargs=self._args.gradient_checkpointing_kwargs,
-        )
+    def _whole_model(self, version: int) -> nn.Module:
+        """Give modules with whole weights; under ZeRO-3 this is where ranks meet."""
+        wrapped = self._wrapped()
+        model: nn.Module = self._accelerator.unwrap_model(wrapped)
+        if zero_stage(self._accelerator) != 3:
+            return model
+        now = (id(wrapped), version)
+        if self._resident is None:
+            self._resident = ResidentCopy(model, self._accelerator.device)
+            if self._accelerator.is_main_process:
+                say(self._resident.describe())
+        elif self._copied != now:
+            self._resident.refresh()
+        self._copied = now
+        return self._resident.model
 
 
 def say(text: str) -> None:
@@ -96,9 +105,3 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def is_zero3(accelerator: Any) -> bool:
-    """Whether parameters are split over ranks."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and plugin.zero_stage == 3
