@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -11,6 +13,9 @@ import torch
 
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.errors import ClosedCursor, ConfigError, StaleVersion
+from octopus_trl.kernels._decode_tuning import Tuning
+from octopus_trl.models.spec import ModelSpec
+from octopus_trl.protocols import SamplingParams
 
 
 def check_at_least(least: int, **values: int | None) -> None:
@@ -48,6 +53,58 @@ def check_place(asked: torch.device | str | None, held: torch.device) -> torch.d
             "out"
         )
     return held
+
+
+def check_kernels(spec: ModelSpec, device: torch.device) -> None:
+    """Refuse on CUDA what the decode attention kernel does not serve; any page size is served.
+
+    Raises:
+        ConfigError: head dim or heads a KV head are too large.
+    """
+    if device.type == "cuda" and os.environ.get("OCTOPUS_KERNELS", "auto") == "auto":
+        Tuning.of(spec.head_dim).readers_per_tile(spec.num_heads // spec.num_kv_heads)
+
+
+def check_length(num_tokens: int, longest: int) -> None:
+    """Refuse a number of tokens to keep that a chain does not have.
+
+    Raises:
+        ConfigError: no integer in 1..longest.
+    """
+    if type(num_tokens) is not int or not 0 < num_tokens <= longest:
+        raise ConfigError(f"num_tokens={num_tokens!r}: must be an integer in 1..{longest}")
+
+
+def check_turn(sampling: Any, until: Any) -> None:
+    """Refuse settings of a turn that are none.
+
+    Raises:
+        ConfigError: `sampling` is no SamplingParams, or `until` no collection of integers.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise ConfigError(f"sampling={sampling!r}: must be a SamplingParams")
+    if not isinstance(until, Collection) or not all(isinstance(stop, Integral) for stop in until):
+        raise ConfigError(f"until={until!r}: must be a collection of integer token ids")
+
+
+def check_batch(
+    cursors: Sequence[Cursor],
+    sampling: SamplingParams | Sequence[SamplingParams],
+    until: Any,
+) -> list[tuple[Cursor, SamplingParams]]:
+    """Give each cursor of a batch its settings.
+
+    Raises:
+        ConfigError: numbers differ, a cursor is listed twice, or settings are none.
+    """
+    each = [sampling] * len(cursors) if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(each) != len(cursors):
+        raise ConfigError(f"{len(each)} sampling settings for {len(cursors)} cursors")
+    if len(set(map(id, cursors))) != len(cursors):
+        raise ConfigError("a cursor is listed twice: fork it to sample two turns there")
+    for params in each:
+        check_turn(params, until)
+    return list(zip(cursors, each, strict=True))
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, *, at_least: int = 0) -> list[int]:

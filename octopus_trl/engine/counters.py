@@ -1,4 +1,4 @@
-"""What the engine did since it was made: tokens, calls, seconds."""
+"""What the engine did since it was made: tokens, calls, seconds, bytes copied."""
 
 from __future__ import annotations
 
@@ -9,17 +9,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from octopus_trl.engine.copies import CopyMeter
+from octopus_trl.engine.cursor import Cursor
+
 PRIMITIVES = ("fork", "mount", "rewind")
+# Why a token that was not drawn went through the model -> the number that counts it.
+REASONS = {
+    "first_seen": "prefilled",
+    "stale": "prefilled",
+    "evicted": "re_prefilled",
+    "paused": "re_prefilled",
+    "branch": "branched",
+    "no_state": "replayed",
+    "state_dropped": "replayed",
+}
 NUMBERS = (
     "prefilled",
     "reused",
     "re_prefilled",
     "decoded",
     "replayed",
+    "branched",
+    "context_tokens",
     "decode_steps",
     "prefill_passes",
     "preempted",
-    "preempted_tokens",
     "turns",
     "opens",
     "forks",
@@ -30,17 +44,25 @@ NUMBERS = (
 
 @dataclass(slots=True)
 class Counters:
-    """Plain counts; one token is counted under exactly one of the first five.
+    """Plain counts.
 
     Attributes:
         prefilled: given tokens that went through the model for the first time.
-        reused: given tokens that an earlier prompt had left in the pools.
+        reused: prompt tokens that an earlier prompt had left in the pools.
         re_prefilled: tokens that had been in the pools and were evicted or given back by a pause.
         decoded: sampled tokens, each counted when it was fed first.
         replayed: tokens stepped through again to rebuild a state; their pages stayed.
+        branched: of `reused`, those stepped through to make the state where two prompts part; once
+            a place, so the third prompt that parts there finds it.
+        misses: tokens of `prefilled`, `re_prefilled`, `branched` and `replayed` by reason:
+            `first_seen` text, text that was kept under older weights or before a sleep (`stale`),
+            prompts `evicted`, turns that were `paused`, the `branch` of two prompts, boundaries
+            that never had a state (`no_state`) or had lost it (`state_dropped`).
+        context_tokens: tokens that turns began after, prompt and earlier turns included: what flat
+            re-prefill of every turn would put through the model. An opened prompt counts when it is
+            opened, later text when it is fed, the rest of the chain when the turn draws first.
         preempted: times that a turn paused because pages ran out.
-        preempted_tokens: those of `re_prefilled` that a pause cost.
-        bytes_copied: bytes of keys, values and states that each primitive copied.
+        bytes_copied: bytes that tensor operations wrote inside fork, mount and rewind.
         seconds: wall-clock time in each kind of call.
     """
 
@@ -49,15 +71,17 @@ class Counters:
     re_prefilled: int = 0
     decoded: int = 0
     replayed: int = 0
+    branched: int = 0
+    context_tokens: int = 0
     decode_steps: int = 0
     prefill_passes: int = 0
     preempted: int = 0
-    preempted_tokens: int = 0
     turns: int = 0
     opens: int = 0
     forks: int = 0
     mounts: int = 0
     rewinds: int = 0
+    misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     bytes_copied: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PRIMITIVES, 0))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -70,17 +94,48 @@ class Counters:
         finally:
             self.seconds[what] += time.perf_counter() - begin
 
+    @contextmanager
+    def copying(self, primitive: str) -> Iterator[None]:
+        """Add the bytes that are written in a block to `bytes_copied[primitive]`."""
+        meter = CopyMeter()
+        try:
+            with meter:
+                yield
+        finally:
+            self.bytes_copied[primitive] += meter.num_bytes
+
+    def miss(self, reason: str, count: int) -> None:
+        """Count tokens that went through the model without being drawn."""
+        self.misses[reason] += count
+        number = REASONS[reason]
+        setattr(self, number, getattr(self, number) + count)
+
+    def extended(self, cursor: Cursor, count: int) -> None:
+        """Count text that was appended to a cursor between turns."""
+        self.miss("first_seen", count)
+        self.context_tokens += count
+        cursor._counted += count
+
+    def began(self, cursor: Cursor, given: int) -> None:
+        """Count the context of a turn that draws its first token, `given` tokens fed with it."""
+        self.context_tokens += cursor.num_tokens - cursor._counted + given
+        cursor._counted = 0
+
     @property
     def hit_rate(self) -> float:
-        """reused / (reused + prefilled), tokens that were prefilled again counted as prefilled."""
-        given = self.reused + self.prefilled + self.re_prefilled
-        return self.reused / given if given else 0.0
+        """Share of `context_tokens` that did not go through the model: reused / (reused + computed)
+        over turns (DESIGN §4), computed being the sum of `misses`.
+        """
+        computed = sum(self.misses.values())
+        total = self.context_tokens
+        return max(0.0, 1.0 - computed / total) if total else 0.0
 
     def report(self) -> dict[str, Any]:
         """Give all of it as plain values."""
         return {
             **{name: getattr(self, name) for name in NUMBERS},
             "hit_rate": self.hit_rate,
+            "misses": dict(self.misses),
             "bytes_copied": dict(self.bytes_copied),
             "seconds": dict(self.seconds),
         }

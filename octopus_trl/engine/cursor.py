@@ -160,6 +160,7 @@ class Cursor:
     _pending: tuple[Mount, ...] = ()
     _snapshots: list[Node] = field(default_factory=list)
     _turn: int | None = None
+    _counted: int = 0  # tokens of the chain that are in `context_tokens` before the next turn
     _closed: bool = False
 
     @property

@@ -10,14 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octopus_trl.engine.checks import check_at_least, check_place, check_tokens, check_usable
+from octopus_trl.engine.checks import (
+    check_at_least,
+    check_batch,
+    check_kernels,
+    check_length,
+    check_place,
+    check_tokens,
+    check_turn,
+    check_usable,
+)
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.engine.host_memory import keep_freed_memory
 from octopus_trl.engine.opening import open_prompt
 from octopus_trl.engine.pools import Pools
 from octopus_trl.engine.primitives import Primitives
-from octopus_trl.engine.prompts import PromptCache
+from octopus_trl.engine.prompts import Forgotten, PromptCache
 from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.scheduler import Scheduler
 from octopus_trl.engine.sizes import budget_of, settle, warn_of_thrash
@@ -68,6 +77,7 @@ class Engine:
         spec = spec_of(model)
         weight = unwrap(model).get_input_embeddings().weight
         place = check_place(device, weight.device)
+        check_kernels(spec, place)
         check_at_least(0, park_bytes=park_bytes)
         check_at_least(
             1,
@@ -80,12 +90,12 @@ class Engine:
         )
         self._prefill_chunk = prefill_chunk
         self._widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
-        kind: dict[str, Any] = {"page_size": page_size, "dtype": weight.dtype}
         rows = self._widths[-1]
         sizes = settle(
             spec,
             budget_of(place, spec, weight.dtype, prefill_chunk=prefill_chunk, rows=rows),
-            **kind,
+            page_size=page_size,
+            dtype=weight.dtype,
             num_pages=num_pages,
             num_states=num_states,
             park_bytes=park_bytes,
@@ -95,7 +105,8 @@ class Engine:
         self.num_pages, self.num_states, _ = sizes
         self.max_snapshots = max_snapshots
         self.counters = Counters()
-        self._pools = Pools(spec, sizes, **kind, device=place, counters=self.counters)
+        self._pools = Pools(spec, sizes, page_size, weight.dtype, place, self.counters)
+        self._forgotten = Forgotten()
         self._tickets = itertools.count()
         self._policy_version = 0
         self._epoch = 0
@@ -107,7 +118,8 @@ class Engine:
     # Cursors
 
     def open(self, tokens: Sequence[int]) -> Cursor:
-        """Return a new cursor after `tokens`, sharing what earlier prompts left in the pools.
+        """Return a new cursor after `tokens`, sharing all that earlier prompts have in common with
+        it: equal prompts bit by bit, others up to rounding.
 
         Raises:
             ConfigError: no token, or one outside the vocabulary.
@@ -118,6 +130,7 @@ class Engine:
         with self.counters.timed("open"), self._runner.evaluating():
             node = open_prompt(self._runner, self._prompts, prompt, self._epoch)
             cursor = self._primitives.make(self, node, None)
+            cursor._counted = len(prompt)
             self._tree.drop(node)
             return cursor
 
@@ -126,7 +139,8 @@ class Engine:
         with self.counters.timed("fork"):
             self._usable(cursor)
             self.counters.forks += 1
-            return self._primitives.fork(cursor)
+            with self.counters.copying("fork"):
+                return self._primitives.fork(cursor)
 
     def extend(self, cursor: Cursor, tokens: Sequence[int]) -> Cursor:
         """Append `tokens` to the cursor's chain and return it; no token changes nothing.
@@ -143,7 +157,7 @@ class Engine:
                     cursor._tail, new, cursor._pending, cursor._position, self._epoch
                 )
                 self._primitives.advance(cursor, node)
-                self.counters.prefilled += len(new)
+                self.counters.extended(cursor, len(new))
             return cursor
 
     def mount(self, cursor: Cursor, source: Cursor, since: Cursor | None = None) -> Cursor:
@@ -161,8 +175,8 @@ class Engine:
             self._usable(source)
             if since is not None:
                 self._usable(since)
-            if self._primitives.mount(cursor, source, since):
-                self.counters.mounts += 1
+            with self.counters.copying("mount"):
+                self.counters.mounts += bool(self._primitives.mount(cursor, source, since))
             return cursor
 
     def rewind(self, cursor: Cursor, num_tokens: int) -> Cursor:
@@ -174,15 +188,15 @@ class Engine:
         """
         with self.counters.timed("rewind"):
             self._usable(cursor, idle=True)
-            length = cursor.num_tokens
-            if not isinstance(num_tokens, int) or not 0 < num_tokens <= length:
-                raise ConfigError(f"num_tokens={num_tokens!r}: must be an integer in 1..{length}")
+            check_length(num_tokens, cursor.num_tokens)
             node = self._tree.locate(cursor._tail, num_tokens)
             if self.spec.is_hybrid and not node.has_state:
                 self._check_awake()
                 with self._runner.evaluating():
                     self._runner.ensure_state(node)
-            self._primitives.rewind(cursor, node)
+            with self.counters.copying("rewind"):
+                self._primitives.rewind(cursor, node)
+            cursor._counted = min(cursor._counted, num_tokens)
             self.counters.rewinds += 1
             return cursor
 
@@ -224,18 +238,10 @@ class Engine:
         Raises:
             OctopusError: what ended a turn early, after all others ran to their ends.
         """
-        if isinstance(sampling, SamplingParams):
-            sampling = [sampling] * len(cursors)
-        if len(sampling) != len(cursors):
-            raise ConfigError(f"{len(sampling)} sampling settings for {len(cursors)} cursors")
-        if len(set(map(id, cursors))) != len(cursors):
-            raise ConfigError("a cursor is listed twice: fork it to sample two turns there")
+        wanted = check_batch(cursors, sampling, until)
         for cursor in cursors:
             self._usable(cursor, idle=True)
-        tickets = [
-            self.submit(cursor, [], params, until=until)
-            for cursor, params in zip(cursors, sampling, strict=True)
-        ]
+        tickets = [self.submit(cursor, [], params, until=until) for cursor, params in wanted]
         ended = self._scheduler.run(tickets)
         for turn in ended:
             if turn.error is not None:
@@ -260,6 +266,7 @@ class Engine:
         self._usable(cursor, idle=True)
         self._check_awake()
         given = check_tokens(tokens, self.spec.vocab_size)
+        check_turn(sampling, until)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         turn = Turn(next(self._tickets), cursor, given, sampling, frozenset(until), seed)
         self._scheduler.submit(turn)
@@ -307,10 +314,7 @@ class Engine:
         Raises:
             ConfigError: the version is below the present one.
         """
-        if not isinstance(version, int) or version < self._policy_version:
-            raise ConfigError(
-                f"policy_version={version!r}: must be an integer of at least {self._policy_version}"
-            )
+        check_at_least(self._policy_version, policy_version=version)
         if version != self._policy_version:
             self._policy_version = version
             self._epoch += 1
@@ -332,6 +336,7 @@ class Engine:
             raise ConfigError("turns are running: step until they end, or cancel them, then sleep")
         with self.counters.timed("sleep"):
             self._epoch += 1
+            self._prompts.clear()
             self._pools.give_back()
             self._start_empty()
 
@@ -365,21 +370,15 @@ class Engine:
         Raises:
             IntegrityError: a count differs.
         """
-        cursors = list(self._primitives.cursors.values())
-        self._tree.check(
-            tails=[cursor._tail for cursor in cursors],
-            snapshots=[node for cursor in cursors for node in cursor._snapshots],
-            entries=self._prompts.nodes,
-            growing=[growth.node for growth in self._scheduler.growing],
-            pending=[mount for cursor in cursors for mount in cursor._pending],
-        )
+        growing = [growth.node for growth in self._scheduler.growing]
+        self._primitives.check(entries=self._prompts.nodes, growing=growing)
 
     # Inside
 
     def _start_empty(self) -> None:
         """Make the host side of empty pools; the memory stays as it is."""
         self._tree, self._memory = self._pools.tree, self._pools.memory
-        self._prompts = PromptCache(self._tree, any_token=not self.spec.is_hybrid)
+        self._prompts = PromptCache(self._tree, self._forgotten)
         self._primitives = Primitives(self._tree, self.max_snapshots)
         self._runner = Runner(
             self.model,

@@ -31,7 +31,6 @@ class Pools:
         self,
         spec: ModelSpec,
         sizes: Sizes,
-        *,
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -46,7 +45,6 @@ class Pools:
             dtype=dtype,
             device=device,
         )
-        self._num_bytes = bytes_of(spec, sizes, page_size, dtype)
         self._parked = HostStates(self.memory, sizes.places)
         self.on_taken: list[Callable[[], None]] = []
         self.on_given_back: list[Callable[[], None]] = []
@@ -71,7 +69,7 @@ class Pools:
             self.memory.release()
             raise ConfigError(
                 f"num_pages={self._sizes.pages}, num_states={self._sizes.states}: {device} does "
-                f"not give the {self._num_bytes} bytes that the pools take; free some, or give "
+                f"not give the {self._num_bytes()} bytes that the pools take; free some, or give "
                 f"smaller numbers ({str(error).splitlines()[0]})"
             ) from None
         with self._counters.timed("capture"):
@@ -109,6 +107,10 @@ class Pools:
 
     def _now(self) -> dict[str, int]:
         return {"peak_pages": self.tree.pages.peak, "peak_slots": self.tree.states.peak}
+
+    def _num_bytes(self) -> int:
+        memory = self.memory
+        return bytes_of(memory.spec, self._sizes, self._page_size, memory.dtype)
 
     def _empty_tree(self) -> Tree:
         sizes = self._sizes

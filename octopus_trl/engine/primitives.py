@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from octopus_trl.engine.cursor import Cursor, Mount, Node, common, position_after, visible
 from octopus_trl.engine.tree import Tree
 
@@ -83,6 +85,21 @@ class Primitives:
         cursor._snapshots = []
         self._drop_pending(cursor)
         self.tree.leave(cursor._tail)
+
+    def check(self, *, entries: Sequence[Node], growing: Sequence[Node]) -> None:
+        """Recount the tree from the cursors, the cached prompts and the running turns.
+
+        Raises:
+            IntegrityError: a count differs.
+        """
+        cursors = list(self.cursors.values())
+        self.tree.check(
+            tails=[cursor._tail for cursor in cursors],
+            snapshots=[node for cursor in cursors for node in cursor._snapshots],
+            entries=entries,
+            growing=growing,
+            pending=[mount for cursor in cursors for mount in cursor._pending],
+        )
 
     def _move(self, cursor: Cursor, node: Node) -> None:
         left = cursor._tail

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from octopus_trl.engine.cursor import Node
@@ -10,21 +9,32 @@ from octopus_trl.engine.radix import Entry, RadixTree
 from octopus_trl.engine.tree import Tree
 from octopus_trl.errors import PagesExhausted
 
-REMEMBERED = 4096  # evicted prompts whose return is counted as prefilled again
+REMEMBERED = 1 << 20  # tokens of prompts that are gone, so that their return can be explained
+
+
+class Forgotten:
+    """Prompts that were kept once: why a later one that begins like them finds nothing.
+
+    It outlives the pools. What was used longest ago is forgotten for good first.
+    """
+
+    def __init__(self) -> None:
+        self.evicted: RadixTree[None] = RadixTree()
+        self.stale: RadixTree[None] = RadixTree()
+
+    def add(self, tree: RadixTree[None], key: Sequence[int]) -> None:
+        """Remember a prompt in one of the two trees."""
+        tree.insert(key, None)
+        while tree.num_tokens > REMEMBERED and len(tree) > 1:
+            tree.remove(tree.entries()[0])
 
 
 class PromptCache:
-    """Boundaries of opened prompts, by their tokens; each is held and its state wanted.
+    """Boundaries of opened prompts, by their tokens; each is held and its state wanted."""
 
-    Args:
-        any_token: a prompt may be shared up to any token, not only up to a stored boundary; true
-            for models without recurrent layers.
-    """
-
-    def __init__(self, tree: Tree, *, any_token: bool) -> None:
-        self._tree, self._any_token = tree, any_token
+    def __init__(self, tree: Tree, forgotten: Forgotten) -> None:
+        self._tree, self._forgotten = tree, forgotten
         self._radix: RadixTree[Node] = RadixTree()
-        self._evicted: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     @property
     def nodes(self) -> list[Node]:
@@ -32,12 +42,11 @@ class PromptCache:
         return [entry.value for entry in self._radix.entries()]
 
     def find(self, tokens: Sequence[int]) -> Node | None:
-        """Give the last boundary whose chain is a prefix of `tokens`, cutting one where allowed."""
-        if self._any_token:
-            length, entry = self._radix.overlap(tokens)
-            return self._tree.locate(entry.value, length) if entry and length else None
-        longest = self._radix.longest(tokens)
-        return longest.value if longest else None
+        """Give the boundary after the longest common prefix with any kept prompt, cutting one there
+        if there is none.
+        """
+        length, entry = self._radix.overlap(tokens)
+        return self._tree.locate(entry.value, length) if entry is not None and length else None
 
     def keep(self, tokens: Sequence[int], node: Node) -> None:
         """Keep a boundary that ends a prefix of a prompt, unless one is kept there already."""
@@ -47,15 +56,16 @@ class PromptCache:
         self._radix.insert(tokens, node)
         self._tree.hold(node)
         self._tree.pin(node)
-        self._evicted.pop(_digest(tokens, len(tokens)), None)
 
-    def num_lost(self, tokens: Sequence[int], known: int) -> int:
-        """Count the tokens after the first `known` that were kept once and evicted."""
-        lengths = sorted({length for length, _ in self._evicted}, reverse=True)
-        for length in lengths:
-            if known < length <= len(tokens) and _digest(tokens, length) in self._evicted:
-                return length - known
-        return 0
+    def num_lost(self, tokens: Sequence[int], known: int) -> tuple[int, int]:
+        """Count the tokens after the first `known` that were kept once.
+
+        Returns:
+            Those that were evicted, and behind them those of older weights or from before a sleep.
+        """
+        evicted = max(known, self._forgotten.evicted.overlap(tokens)[0])
+        stale = max(evicted, self._forgotten.stale.overlap(tokens)[0])
+        return evicted - known, stale - evicted
 
     def num_evictable_pages(self) -> int:
         """Count the pages that nothing but kept prompts holds."""
@@ -78,23 +88,18 @@ class PromptCache:
         while self._tree.pages.num_free < needed:
             # What is deepest among the nodes that only prompts hold is held by its entry alone.
             entries = self._radix.entries()
-            self._drop(next(entry for entry in entries if entry.value.refs == 1))
+            gone = next(entry for entry in entries if entry.value.refs == 1)
+            self._forgotten.add(self._forgotten.evicted, gone.key)
+            self._drop(gone)
 
     def clear(self) -> None:
-        """Drop every kept prompt."""
+        """Drop every kept prompt: the weights changed, or the pools go."""
         for entry in self._radix.entries():
-            self._drop(entry, remember=False)
-        self._evicted.clear()
+            self._forgotten.add(self._forgotten.stale, entry.key)
+            self._drop(entry)
+        self._forgotten.evicted = RadixTree()
 
-    def _drop(self, entry: Entry[Node], *, remember: bool = True) -> None:
-        if remember:
-            self._evicted[_digest(entry.key, entry.length)] = None
-            while len(self._evicted) > REMEMBERED:
-                self._evicted.popitem(last=False)
+    def _drop(self, entry: Entry[Node]) -> None:
         self._radix.remove(entry)
         self._tree.unpin(entry.value)
         self._tree.drop(entry.value)
-
-
-def _digest(tokens: Sequence[int], length: int) -> tuple[int, int]:
-    return length, hash(tuple(tokens[:length]))

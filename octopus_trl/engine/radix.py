@@ -51,6 +51,7 @@ class RadixTree(Generic[V]):
         self._root: _Node[V] = _Node(())
         self._clock = 0
         self._size = 0
+        self.num_tokens = 0  # of all keys, common prefixes counted each time
 
     def __len__(self) -> int:
         return self._size
@@ -73,7 +74,9 @@ class RadixTree(Generic[V]):
                 node.children[key[at]] = middle
                 child = middle
             node, at = child, at + shared
-        self._size += node.entry is None
+        if node.entry is None:
+            self._size += 1
+            self.num_tokens += len(key)
         node.entry = Entry(key, value, self._tick())
         return node.entry
 
@@ -114,6 +117,7 @@ class RadixTree(Generic[V]):
             raise KeyError(entry.key)
         node.entry = None
         self._size -= 1
+        self.num_tokens -= entry.length
         while path and node.entry is None and not node.children:
             parent = path.pop()
             del parent.children[node.label[0]]

@@ -250,22 +250,25 @@ class Runner:
         self._stepped(growth)
         self.tree.drop(growth.node)
 
-    def ensure_state(self, node: Node) -> None:
+    def ensure_state(self, node: Node, reason: str | None = None) -> None:
         """Make sure that a boundary has its state, in a slot or parked.
 
+        Args:
+            reason: why tokens are stepped through if they must be; None asks the boundary.
         Raises:
             StatesExhausted: it must be rebuilt and no slot can be had; nothing was changed.
         """
         if node.has_state:
             self.tree.states.touch(node)
-        else:
-            self._rebuild(node)
+        elif self._hybrid:
+            self._rebuild(node, reason)
 
-    def _rebuild(self, node: Node) -> None:
+    def _rebuild(self, node: Node, reason: str | None = None) -> None:
         """Compute the state at a boundary from the nearest one above it that has a state.
 
         Keys and values stay where they are and nothing is written to pages.
         """
+        reason = reason or ("state_dropped" if node.stated else "no_state")
         missing = [node]
         source = node.parent
         while source is not None and not source.has_state:
@@ -273,7 +276,7 @@ class Runner:
             source = source.parent
         read_slot = self._take_slot(source, node)
         try:
-            hidden = self._replay(missing, read_slot, node.slot)
+            hidden = self._replay(missing, read_slot, node.slot, reason)
         except BaseException:
             self.tree.states.release(node)
             raise
@@ -287,12 +290,19 @@ class Runner:
                 self.tree.states.release(node)
                 self._rebuild(node)
             else:
-                node.hidden = self._replay([node], ZERO_SLOT, None, last_only=True).clone()
+                hidden = self._replay([node], ZERO_SLOT, None, "no_state", last_only=True)
+                node.hidden = hidden.clone()
         assert node.hidden is not None
         return node.hidden
 
     def _replay(
-        self, missing: list[Node], read_slot: int, write_slot: int | None, last_only: bool = False
+        self,
+        missing: list[Node],
+        read_slot: int,
+        write_slot: int | None,
+        reason: str,
+        *,
+        last_only: bool = False,
     ) -> Tensor:
         """Step through frozen nodes again, last one first in `missing`."""
         hidden: Tensor | None = None
@@ -308,7 +318,7 @@ class Runner:
                 hidden = self._chunk(
                     growth, node.tokens[lo:hi], start, slots, write_slot, replay=True
                 )
-                self.counters.replayed += hi - lo
+                self.counters.miss(reason, hi - lo)
                 growth.seen.append(slots)
                 lo, growth.read_slot = hi, write_slot or ZERO_SLOT
             read_slot = growth.read_slot

@@ -251,11 +251,12 @@ class Scheduler:
         counters, given = self._runner.counters, len(turn.given)
         again = max(0, min(turn.fed + count, turn.reached) - turn.fed)
         turn.fed += count
-        counters.re_prefilled += again
-        counters.preempted_tokens += again
+        counters.miss("paused", again)
         if turn.fed > turn.reached:
             if turn.reached < given <= turn.fed:
-                counters.prefilled += given
+                counters.miss("first_seen", given)
+            if turn.reached <= given < turn.fed:
+                counters.began(turn.cursor, given)
             if turn.fed > given:
                 counters.decoded += turn.fed - max(given, turn.reached)
             turn.reached = turn.fed

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from octopus_trl.engine import Cursor, Engine
+from octopus_trl.engine.copies import CopyMeter
+from octopus_trl.engine.cursor import Node
+from octopus_trl.models.paged import bytes_per_page, bytes_per_state
 from octopus_trl.protocols import SamplingParams
 from tests.engine.conftest import small_engine, tokens
 
@@ -46,6 +50,72 @@ def test_fork_mount_rewind_and_close_dispatch_no_operation(model: Any, context: 
     copied = engine.stats()["bytes_copied"]
     assert copied == {"fork": 0, "mount": 0, "rewind": 0}
     engine.check_integrity()
+
+
+def copy_state(engine: Engine, node: Node) -> None:
+    """Give a boundary's state to a slot of its own, as a fork that copies would."""
+    memory = engine._memory
+    for layer in engine.spec.recurrent_layers:
+        for tensors in (memory.states, memory.tails):
+            tensors[layer][40].copy_(tensors[layer][node.slot])
+
+
+def copy_pages(engine: Engine, count: int) -> None:
+    """Copy keys and values of the first slots elsewhere, as a mount that copies would."""
+    memory, to = engine._memory, torch.arange(200, 200 + count)
+    for layer in engine.spec.attention_layers:
+        for pool in (memory.keys[layer], memory.values[layer]):
+            rows = pool.flatten(0, 1)
+            rows.index_copy_(0, to, rows[:count].clone())
+
+
+def test_an_engine_that_copied_would_show_it(hybrid: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters are measured: the same calls with a copy inside count its bytes."""
+    engine = small_engine(hybrid)
+    root = engine.open(tokens(9))
+    child = engine.extend(engine.fork(root), tokens(5, 1))
+    inner = engine._primitives
+    fork, mount, rewind = inner.fork, inner.mount, inner.rewind
+
+    def forks(cursor: Cursor) -> Cursor:
+        copy_state(engine, cursor._tail)
+        return fork(cursor)
+
+    def mounts(*span: Any) -> int:
+        copy_pages(engine, 5)
+        return mount(*span)
+
+    def rewinds(*place: Any) -> None:
+        copy_state(engine, place[1])
+        rewind(*place)
+
+    for name, call in (("fork", forks), ("mount", mounts), ("rewind", rewinds)):
+        monkeypatch.setattr(inner, name, call)
+    engine.fork(root)
+    engine.mount(root, child)
+    engine.rewind(child, 9)
+    state = bytes_per_state(hybrid.octopus_spec, torch.float32)
+    span = 5 * bytes_per_page(hybrid.octopus_spec, 1, torch.float32)
+    copied = engine.stats()["bytes_copied"]
+    assert (copied["fork"], copied["rewind"]) == (state, state)
+    assert copied["mount"] == 2 * span  # gathered, then written
+    monkeypatch.undo()
+    engine.fork(root)
+    assert engine.stats()["bytes_copied"] == copied
+
+
+def test_the_meter_counts_what_is_written_and_no_view() -> None:
+    x, pool = torch.ones(4, 8), torch.zeros(100, 8)
+    with CopyMeter() as meter:
+        x.view(8, 4)[2:].transpose(0, 1)
+        torch.empty(1000)
+        assert meter.num_bytes == 0
+        x.clone()
+        assert meter.num_bytes == 128
+        pool.index_copy_(0, torch.arange(4), x)
+        assert meter.num_bytes == 128 + 128
+        torch.cat([x, x])
+        assert meter.num_bytes == 128 + 128 + 256
 
 
 def test_a_fork_takes_no_page_and_no_state(model: Any) -> None:
