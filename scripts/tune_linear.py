@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench_cases.clock import replay_s  # type: ignore[import-not-found]
+
 from octopus_trl.kernels import _stream, gates, norms
 from octopus_trl.kernels._stream import Tiling
 
@@ -41,7 +43,6 @@ SHAPES = {
 }
 BYTES = 6e8  # of the copies of one matrix together
 SHARED_BYTES = 227 * 1024  # of one multiprocessor
-REPLAYS = 7
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def sweep(name: str, rows: int) -> None:
         for _ in range(copies)
     ]
     x = torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16)
-    blas = replay_seconds(lambda: [F.linear(x, w) for w in weights]) / copies
+    blas = replay_s(lambda: [F.linear(x, w) for w in weights]) / copies
     want = x.double() @ weights[0].double().T
     cuts = candidates(rows, num_outputs, dim)
     begin = time.perf_counter()
@@ -105,7 +106,7 @@ def sweep(name: str, rows: int) -> None:
         error = float((got - want).norm() / want.norm())
         if error > 1e-2:
             sys.exit(f"{name}, {rows} rows, {cut}: relative error {error}")
-        seconds = replay_seconds(partial(multiply_all, x, weights, cut))
+        seconds = replay_s(partial(multiply_all, x, weights, cut))
         results.append((seconds / copies, cut))
     results.sort()
     print(
@@ -143,27 +144,6 @@ def compile_all(x: Tensor, weight: Tensor, cuts: Sequence[Tiling]) -> None:
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         list(pool.map(build, cuts))
-
-
-def replay_seconds(work: Callable[[], Any]) -> float:
-    """Give the median time of a captured piece of work."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[REPLAYS // 2]
 
 
 def chain(rows: int) -> None:
@@ -213,7 +193,7 @@ def chain(rows: int) -> None:
         if name == "ours, early":
             same = all(torch.equal(step(product), wanted) for _ in range(20))
             results["early gives the same bits"] = same
-        seconds = replay_seconds(partial(step, product))
+        seconds = replay_s(partial(step, product))
         results[name] = {"ms": round(seconds * 1e3, 3), "TB/s": round(total / seconds / 1e12, 2)}
     print(json.dumps(results), flush=True)
 

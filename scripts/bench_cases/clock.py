@@ -70,3 +70,29 @@ def percentiles_s(times: Sequence[float]) -> tuple[float, float]:
     """Median and 99th percentile."""
     p50, p99 = np.percentile(times, [50, 99])
     return float(p50), float(p99)
+
+
+def replay_s(work: Callable[[], Any], *, repeats: int = 7) -> float:
+    """Median seconds of work on a GPU, captured once and replayed: no launch from the host in it.
+
+    Args:
+        work: many launches over different data, so that neither the replay itself nor a cache
+            that still holds the last one's data is what is timed.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[1:])

@@ -1,0 +1,80 @@
+"""Every kernel of a decode step compiles for a Hopper GPU, on a machine that has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Runs in a process of its own: kernels that the interpreter has taken over cannot be compiled.
+PROGRAM = """
+import json, torch
+from tests.kernels.hopper import compiled_for_hopper
+from octopus_trl.kernels import delta_pool, gates, linear, lora, norms, rotary, sampling
+
+rows, dim, inner, vocab = {rows}, 2560, 9216, 248320
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+def index(rows):
+    return zeros(rows, dtype=torch.int32)
+
+with compiled_for_hopper() as built:
+    x = zeros(rows, dim)
+    norms.rms_norm(x, weight=zeros(dim), eps=1e-6, zero_centered=True, residual=zeros(rows, dim))
+    norms.gated_rms_norm(zeros(rows, 32, 128), z=zeros(rows, 4096), weight=zeros(128), eps=1e-6)
+    gates.swiglu(zeros(rows, 2 * inner))
+    linear.skinny_linear(x, weight=zeros(2 * inner, dim))
+    linear.skinny_linear(zeros(rows, inner), weight=zeros(dim, inner))
+    h = lora.lora_shrink(x, a=zeros(192, dim))
+    starts = zeros(10240, dtype=torch.int32)
+    lora.lora_expand(zeros(rows, 10240), h=h, b=zeros(10240, 64), starts=starts)
+    q, gate = rotary.rotate_and_write(
+        zeros(rows, 10240),
+        q_weight=zeros(256), k_weight=zeros(256), eps=1e-6, zero_centered=True, gated=True,
+        cos=zeros(99, 32), sin=zeros(99, 32), positions=index(rows), slots=index(rows),
+        keys=zeros(4, 16, 4, 256), values=zeros(4, 16, 4, 256),
+    )
+    gates.sigmoid_gate(q, gate=gate)
+    delta_pool.gated_delta_pool_step(
+        zeros(rows, 8192),
+        a=zeros(rows, 32), b=zeros(rows, 32), z=zeros(rows, 4096),
+        conv_weight=zeros(8192, 4), conv_bias=None, A_log=zeros(32), dt_bias=zeros(32),
+        norm_weight=zeros(128), num_key_heads=16, read=index(rows), write=index(rows),
+        tails=zeros(2, 8192, 3), states=zeros(2, 32, 128, 128, dtype=torch.float32),
+    )
+    ones = torch.ones(rows)
+    sampling.sample(
+        zeros(rows, vocab),
+        temperature=ones, top_p=ones, top_k=index(rows), min_p=ones,
+        uniform=ones.double(), filtered=False,
+    )
+print(json.dumps([[kernel.name, kernel.registers, kernel.stack_bytes] for kernel in built]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rows", [16, 64])
+def test_every_kernel_compiles_for_hopper_without_spilling(rows: int) -> None:
+    pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("{rows}", str(rows))],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = json.loads(done.stdout.splitlines()[-1])
+    assert len({name for name, _, _ in built}) == 10
+    assert [name for name, _, stack in built if stack] == []
