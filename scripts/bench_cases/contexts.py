@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octopus_trl import Cursor, Engine
 
@@ -121,11 +124,15 @@ def time_primitive(
                 limit,
                 baseline=(other, other_ms),
             )
+    found = [op for place in made.places for op in _operations(engine, place, call, start)]
+    what = f"tensor operations that {len(made.places)} calls of {name} dispatched"
+    which = f": {sorted(set(found))}" if found else ""
+    yield Line.cost(what + which, len(found), "operations", 0)
     for length, reason in made.missing.items():
         yield Line.not_run(f"{name} at {length} tokens", reason)
     after = engine.stats()
     calls = after[f"{name}s"] - before[f"{name}s"]
-    expected = (repeats + WARM_UP) * len(made.places)
+    expected = (repeats + WARM_UP + 1) * len(made.places)
     if calls != expected:
         raise WrongResult(f"{calls} calls of {name} counted, {expected} made")
     copied = after["bytes_copied"][name] - before["bytes_copied"][name]
@@ -136,6 +143,32 @@ def time_primitive(
         low, high = made.places[0].tokens, made.places[-1].tokens
         ratio = medians[-1] / medians[0]
         yield Line.cost(f"{name} p50 at {high} over that at {low} tokens", ratio, "times", 1)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the name of every tensor operation, on whatever device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(
+    engine: Engine,
+    place: Place,
+    call: Callable[[Place, Cursor], Cursor],
+    start: Callable[[Place], Cursor],
+) -> list[str]:
+    """Names of the tensor operations of one call."""
+    cursor = start(place)
+    with Recorder() as recorder:
+        moved = call(place, cursor)
+    engine.close(moved)
+    return recorder.names
 
 
 def _time(

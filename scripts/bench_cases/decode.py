@@ -54,7 +54,8 @@ def make_engine(setting: Setting, threads: int) -> Engine:
     """Make an engine that holds the prefix and every thread's own tokens."""
     sizes = setting.sizes
     own = sizes.own + sizes.warm_steps + sizes.steps + SPARE
-    pages = math.ceil(sizes.shared / sizes.page_size) + threads * (own // sizes.page_size + 3)
+    once = sizes.shared + sizes.prefill_chunk + 3 * sizes.page_size  # prefix and warm-up
+    pages = math.ceil(once / sizes.page_size) + threads * (own // sizes.page_size + 3)
     return Engine(
         setting.load(),
         page_size=sizes.page_size,
@@ -124,7 +125,9 @@ def against_stock(
     generate: tuple[str, float | None]
     if setting.fits(needed):
         with setting.busy(f"{name}: generate"):
-            generate = (f"transformers generate, {work}", generate_rate(setting, threads))
+            stock, reason = generate_rate(setting, threads)
+        failed = f": failed ({reason})" if stock is None else ""
+        generate = (f"transformers generate, {work}{failed}", stock)
     else:
         generate = (f"transformers generate: not run ({setting.out_of_budget(needed)})", None)
     yield Line.rate(name, rate, "tokens/s", limit, baseline=generate)

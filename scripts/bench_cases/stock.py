@@ -26,17 +26,24 @@ class StepClock(StoppingCriteria):
 
 
 @torch.no_grad()
-def generate_rate(setting: Setting, sequences: int) -> float:
-    """Tokens/s of `generate` with its cache in steady state, the prompt's pass left out."""
+def generate_rate(setting: Setting, sequences: int) -> tuple[float | None, str]:
+    """Tokens/s of `generate` with its cache in steady state, the prompt's pass left out.
+
+    Returns:
+        The rate, or None and why it failed, so that our own figure is not lost with it.
+    """
     model, sizes = setting.load(), setting.sizes
     clock = StepClock()
-    model.generate(
-        **_prompts(setting, sequences),
-        generation_config=_sampling(sizes.baseline_steps + 1),
-        stopping_criteria=StoppingCriteriaList([clock]),
-    )
+    try:
+        model.generate(
+            **_prompts(setting, sequences),
+            generation_config=_sampling(sizes.baseline_steps + 1),
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    except Exception as error:  # noqa: BLE001 any reason is what the line should say
+        return None, f"{type(error).__name__}: {error}"
     steps = len(clock.times) - 1
-    return sequences * steps / (clock.times[-1] - clock.times[0])
+    return sequences * steps / (clock.times[-1] - clock.times[0]), ""
 
 
 def continuous_rate(setting: Setting, sequences: int) -> tuple[float | None, str]:
