@@ -22,6 +22,7 @@ class Implied:
     Attributes:
         seen: for each segment, ids that its tokens see before the first of it.
         visible: over all given segments, tokens in `seen`.
+        chains: the same without what was mounted.
         peak: most tokens that threads reached at the end of a round.
         separate: tokens that all threads reached at the end, each counted for itself.
     """
@@ -31,6 +32,7 @@ class Implied:
     given: int
     sampled: int
     visible: int
+    chains: int
     forks: int
     mounts: int
     rewinds: int
@@ -39,8 +41,12 @@ class Implied:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens that turns found in the pools, over these and the tokens they were given."""
-        return self.visible / (self.visible + self.given)
+        """Share of the tokens that turns began after which were not prefilled for them.
+
+        A turn begins after its chain and what it is given; mounted text counts on neither side, as
+        it does for an engine that knows no mounts.
+        """
+        return self.chains / (self.chains + self.given)
 
     def tokens(self, segments: set[int]) -> int:
         """Tokens of some segments."""
@@ -61,6 +67,7 @@ def implied_by(trace: Trace, mix: Mix) -> Implied:
         given=sum(len(segment.tokens) for segment in given),
         sampled=trace.num_owned,
         visible=0,
+        chains=0,
         forks=sum(thread.parent is not None for thread in trace.threads),
         mounts=sum(len(turn.reads) for turn in mix.turns),
         rewinds=sum(turn.keep is not None for turn in mix.turns),
@@ -68,6 +75,7 @@ def implied_by(trace: Trace, mix: Mix) -> Implied:
         separate=0,
     )
     implied.visible = sum(implied.tokens(seen[segment.id]) for segment in given)
+    implied.chains = sum(len(trace.linearize(segment.id)[0]) for segment in given) - implied.given
     reached: dict[int, set[int]] = {}
     for number in range(mix.num_rounds):
         for turn, (_, drawn) in zip(mix.of_round(number), mix.segments(number), strict=True):
@@ -109,13 +117,13 @@ def ideal_s(
 
 
 def make_engine(setting: Setting, tokens: int, threads: int) -> Engine:
-    """Make an engine with room for so many tokens, a last page of every thread half empty."""
+    """Make an engine with room for so many tokens, and for a state at the end of every chunk."""
     sizes = setting.sizes
     return Engine(
         setting.load(),
         page_size=sizes.page_size,
         num_pages=math.ceil(1.05 * tokens / sizes.page_size) + 64 * threads,
-        num_states=8 * threads,
+        num_states=8 * threads + tokens // sizes.prefill_chunk,
         prefill_chunk=sizes.prefill_chunk,
     )
 
@@ -246,5 +254,7 @@ def check_counters(stats: Mapping[str, Any], implied: Implied) -> None:
         for name, value in expected.items()
         if stats[name] != value
     ]
+    if abs(stats["hit_rate"] - implied.hit_rate) > 1e-9:
+        wrong.append(f"hit_rate is {stats['hit_rate']}, the trace says {implied.hit_rate}")
     if wrong:
         raise WrongResult("; ".join(wrong))
