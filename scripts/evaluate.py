@@ -52,6 +52,12 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.episodes < 1:
         raise ConfigError(f"--episodes {asked.episodes}: must be at least 1")
+    most = int(WORLD_ROLLOUT["max_children"])
+    if not 1 <= asked.branches <= most:
+        raise ConfigError(
+            f"--branches {asked.branches}: must lie in 1..{most}, an episode forks a thread for "
+            "each place and has at most that many live"
+        )
 
     backend = load_world(asked.data, snippet_tokens=0)
     rows = backend.world.questions(

@@ -3,8 +3,10 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml \\
         scripts/train.py --config recipes/tiny-hybrid/grpo/config_cpu.yaml
 
-Every field of the recipe can be given on the command line; an unknown one is an error. Ctrl-C
-finishes the step and saves; `--resume_from_checkpoint true` goes on from the newest checkpoint.
+Every field of the recipe can be given on the command line; an unknown one is an error. Ctrl-C or
+SIGTERM finishes the step and saves; `--resume_from_checkpoint true` goes on from the newest
+checkpoint. Exit codes: 0 the run is finished and saved; 75 it was stopped, holds a checkpoint and
+wants to be started again; 2 a setting is wrong; 130 it was interrupted where it stood.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from octopus_trl.train.startup import (
 )
 from octopus_trl.train.trainer import OctopusGRPOTrainer
 from octopus_trl.train.weights import say
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again
 
 
 @dataclass
@@ -74,8 +78,8 @@ class OctopusScriptArguments:
     )
 
 
-def main() -> None:
-    """Parse a recipe, train, save."""
+def main() -> int:
+    """Parse a recipe, train, save; gives the exit code."""
     # Both libraries announce the renames of their next major version at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
     if not sys.stderr.isatty():
@@ -94,6 +98,7 @@ def main() -> None:
         revision=model_args.model_revision,
     )
     corpus = open_corpus(script, args, tokenizer)
+    check_branches(script, args)
     train, held_out = load_questions(script, corpus)
     make_output_folder(args.output_dir)
     args.disable_tqdm = True
@@ -118,6 +123,7 @@ def main() -> None:
         progress.close()
         stop.release()
     finish(trainer, stopped=stop.stopped)
+    return STOPPED if stop.stopped else 0
 
 
 def load_model(model_args: ModelConfig) -> Any:
@@ -142,6 +148,16 @@ def open_corpus(script: OctopusScriptArguments, args: OctopusGRPOConfig, tokeniz
         return load_world(script.data, **ranking)
     measure = {"ends": token_ends(tokenizer), "page_tokens": args.page_tokens}
     return Bm25Backend.from_folder(script.data, **ranking, **measure)
+
+
+def check_branches(script: OctopusScriptArguments, args: OctopusGRPOConfig) -> None:
+    """Refuse questions of a world that no episode could look up side by side."""
+    for count in script.branches if is_world(script.data) else ():
+        if not 1 <= count <= args.max_children:
+            raise ConfigError(
+                f"branches={count}: must lie in 1..max_children={args.max_children}, an episode "
+                "forks a thread for each place; lower it or raise max_children"
+            )
 
 
 def load_questions(
@@ -178,17 +194,16 @@ def finish(trainer: OctopusGRPOTrainer, *, stopped: bool) -> None:
     if stopped:
         if trainer.accelerator.is_main_process:
             say(
-                f"stopped at step {trainer.state.global_step}; kept {last_checkpoint(folder)}; go "
-                "on with --resume_from_checkpoint true"
+                f"stopped before its end, at step {trainer.state.global_step} of "
+                f"{trainer.state.max_steps} (exit code {STOPPED}); kept {last_checkpoint(folder)}; "
+                "go on with --resume_from_checkpoint true"
             )
         return
-    trainer.save_model(folder)
+    trainer.save_model(folder, _internal_call=True)
     trainer.save_state()
+    trainer.create_model_card(model_name=Path(folder).name)
     if trainer.args.push_to_hub:
-        try:
-            trainer.push_to_hub()
-        except Exception as error:  # noqa: BLE001 - a failed push never fails a run
-            say(f"push failed, the run is saved in {folder}: {type(error).__name__}: {error}")
+        trainer.push_to_hub()
     if trainer.accelerator.is_main_process:
         say(f"saved {folder}; traces in {folder}/traces")
 
@@ -209,7 +224,7 @@ def kept(argv: list[str]) -> str:
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except OctopusError as error:
         say(f"error: {error}")
         sys.exit(2)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from octopus_trl.errors import ConfigError, IntegrityError
-from octopus_trl.maths import dag
 from octopus_trl.protocols import EngineLike, Finished, FinishReason, SamplingParams
 from octopus_trl.trace import Segment, Trace
 
@@ -29,9 +28,8 @@ class Script:
         self._turns: defaultdict[Key, deque[Segment]] = defaultdict(deque)
         for segment in trace.segments:
             if segment.kind == "action":
-                above = dag.ancestors(trace.parents, segment.id)
-                chain = [token for index in above for token in trace.segments[index].tokens]
-                self._turns[_key(chain)].append(segment)
+                above, _ = trace.linearize(segment.id)
+                self._turns[_key(above[: -len(segment.tokens)])].append(segment)
 
     def take(self, chain: Sequence[int], most: int, until: Collection[int]) -> Segment | None:
         """Give the next recorded turn after this chain, None where there is none.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from octopus_trl.models.packed import run_packed
+from octopus_trl.train.checks import check_traces
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.rows import (
     LossRow,
@@ -29,9 +30,25 @@ class PackedRows:
     args: Any
     compute_loss_context_manager: Any
     model: Any
+    state: Any
+    _mark: str
     _spec: Any
 
     def _trees(self, inputs: dict[str, Any]) -> list[Tree]:
+        """Give the trees of a batch, whose traces this run may train on now.
+
+        Raises:
+            StaleVersion, ConfigError: a trace of other weights or of another tokenizer.
+        """
+        step, every = self.state.global_step, self.args.gradient_accumulation_steps
+        outlives = -(-self.args.steps_per_generation * self.args.num_iterations // every)
+        check_traces(
+            [trace for group in inputs["groups"] for trace in group],
+            oldest=step - outlives,
+            newest=step,
+            mark=self._mark,
+            spec=self._spec,
+        )
         trees = []
         for index, group in enumerate(inputs["groups"]):
             for rollout, trace in enumerate(group):

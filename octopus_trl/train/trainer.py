@@ -27,10 +27,14 @@ from octopus_trl.agent.rollout import EpisodeRunner
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import prepare_model, spec_of
 from octopus_trl.trace import Trace
-from octopus_trl.train import loss, records
+from octopus_trl.train import flops, histograms, loss, records
+from octopus_trl.train.card import Card
+from octopus_trl.train.checks import mark_traces, tokenizer_mark
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.credit import BranchCredit
 from octopus_trl.train.data import EpochSampler, check_questions, questions_per_generation
+from octopus_trl.train.evaluation import ApartEvaluation
+from octopus_trl.train.hub import HubPush
 from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
@@ -52,7 +56,15 @@ REFUSED_ARGUMENTS = {
 
 
 class OctopusGRPOTrainer(
-    WholeCheckpoints, RewardBook, BranchCredit, PackedRows, FailTogether, GRPOTrainer
+    HubPush,
+    WholeCheckpoints,
+    RewardBook,
+    BranchCredit,
+    PackedRows,
+    ApartEvaluation,
+    Card,
+    FailTogether,
+    GRPOTrainer,
 ):
     """`GRPOTrainer` whose samples are episodes of many threads (DESIGN §5).
 
@@ -137,7 +149,14 @@ class OctopusGRPOTrainer(
             mode: args.rollout_config(training=mode == "train").temperature or 1.0
             for mode in ("train", "eval")
         }
-        self._meters = {mode: Meter(loss.MEANS, loss.PEAKS) for mode in ("train", "eval")}
+        self._meters = {
+            mode: Meter((*loss.MEANS, *flops.MEANS), (*loss.PEAKS, *flops.PEAKS))
+            for mode in ("train", "eval")
+        }
+        peak = flops.peak_tflops(self.accelerator.device, args.peak_tflops)
+        self._speed = flops.Speed(self.model, self._spec, peak)
+        self._engine_stats: dict[str, Any] = {}
+        self._mark = tokenizer_mark(self._tokenizer)
         self._loss_settings = loss.LossSettings(
             beta=args.beta,
             epsilon_low=self.epsilon_low,
@@ -172,8 +191,12 @@ class OctopusGRPOTrainer(
             )
         began = time.perf_counter()
         traces = self._run_episodes(inputs, size, mode)
+        mark_traces(traces, self._mark)
         generated = time.perf_counter()
         advantages = self._reward_episodes(inputs, traces, size, mode)
+        if mode == "train":
+            found = histograms.distributions(traces, advantages.tolist())
+            histograms.send(self.accelerator, self.args.report_to, found)
         rewarded = time.perf_counter()
         groups = [traces[at : at + size] for at in range(0, len(traces), size)]
         batch: dict[str, Any] = {
@@ -200,7 +223,8 @@ class OctopusGRPOTrainer(
     def _run_episodes(self, inputs: list[dict[str, Any]], size: int, mode: str) -> list[Trace]:
         """Run `size` episodes of each question; those that ended survive an interruption."""
         ended: list[Trace] = []
-        counters: list[dict[str, Any]] = []  # of the engine, before and after
+        stats: dict[str, Any] = {}
+        seconds = 0.0
 
         def on_trace(trace: Trace) -> None:
             ended.append(trace)
@@ -209,10 +233,11 @@ class OctopusGRPOTrainer(
                     callback.on_episode(len(ended), len(inputs), trace)
 
         def run(engine: Any) -> list[Trace]:
+            nonlocal seconds
             if mode not in self._runners:
                 config = self.args.rollout_config(training=mode == "train")
                 self._runners[mode] = EpisodeRunner(engine, self._tokenizer, self._corpus, config)
-            counters.append(dict(engine.stats()))
+            began = time.perf_counter()
             traces = self._runners[mode].run(
                 inputs[::size],
                 group_size=size,
@@ -220,7 +245,8 @@ class OctopusGRPOTrainer(
                 step=self.state.global_step,
                 on_trace=on_trace,
             )
-            counters.append(dict(engine.stats()))
+            seconds = time.perf_counter() - began
+            stats.update(engine.stats())
             return traces
 
         try:
@@ -229,17 +255,19 @@ class OctopusGRPOTrainer(
             if ended:
                 self._write_traces(ended, f"interrupted_{mode}")
             raise
-        self._measure_generation(traces, *counters, mode)
+        self._measure_generation(traces, stats, seconds, mode)
         return traces
 
     def _measure_generation(
-        self, traces: Sequence[Trace], before: dict[str, Any], after: dict[str, Any], mode: str
+        self, traces: Sequence[Trace], stats: dict[str, Any], seconds: float, mode: str
     ) -> None:
         for message in records.failures(traces):
             say(message)
         meter = Meter(records.GENERATION_MEANS, records.GENERATION_PEAKS)
         records.measure_episodes(meter, traces)
-        records.measure_engine(meter, before, after)
+        records.measure_engine(meter, self._engine_stats, stats)
+        self._engine_stats = stats
+        meter.add("speed/sampled_tokens_per_s", sum(t.num_owned for t in traces), seconds)
         for name, value in meter.reduce(self.accelerator).items():
             self._metrics[mode][name].append(value)
 
@@ -310,6 +338,8 @@ class OctopusGRPOTrainer(
     ) -> Tensor:
         mode = "train" if self.model.training else "eval"
         logps = self._row_logps(model, row, temperature)
+        if mode == "train":
+            self._speed.row(row.packed, len(row.targets), trains=logps.requires_grad)
         return loss.row_loss(
             logps, row, self._loss_settings, num_trees=num_trees, meter=self._meters[mode]
         )
@@ -317,12 +347,14 @@ class OctopusGRPOTrainer(
     def _flush(self, mode: str) -> None:
         """Hand the figures of an optimizer step over to TRL's log."""
         meter = self._meters[mode]
+        if mode == "train":
+            self._speed.seconds(self._train_seconds)
+            self._speed.flush(meter, self.accelerator.device)
+            self._metrics[mode]["time/train_s"].append(self._train_seconds)
+            self._train_seconds = 0.0
         for name, value in meter.reduce(self.accelerator).items():
             self._metrics[mode][name].append(value)
         meter.clear()
-        if mode == "train":
-            self._metrics[mode]["time/train_s"].append(self._train_seconds)
-            self._train_seconds = 0.0
 
     # ---- data order
 

@@ -17,6 +17,7 @@ import yaml
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
 from octopus_trl.train.config_table import DOCUMENT, render
+from octopus_trl.train.interrupt import StopGracefully
 from octopus_trl.train.progress import clock, shown
 from tests.tiny import tiny_hybrid
 from tests.train.runs import tokenizer
@@ -60,21 +61,23 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> None:
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **settings: Any) -> int:
     """Run the script's main on a recipe of these settings."""
     recipe = tmp_path / "recipe.yaml"
     out = str(tmp_path / "out")
     recipe.write_text(yaml.safe_dump({**FAST, "output_dir": out, **settings}))
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(recipe)])
-    SCRIPT["main"]()
+    code: int = SCRIPT["main"]()
+    return code
 
 
 def test_a_run_on_a_corpus_of_ones_own_saves_model_state_and_traces(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Path, corpus: Path
 ) -> None:
-    launch(monkeypatch, tmp_path, model_name_or_path=str(policy), data=str(corpus))
+    code = launch(monkeypatch, tmp_path, model_name_or_path=str(policy), data=str(corpus))
+    assert code == 0
     out = tmp_path / "out"
-    for name in ("model.safetensors", "tokenizer.json", "trainer_state.json"):
+    for name in ("model.safetensors", "tokenizer.json", "trainer_state.json", "README.md"):
         assert (out / name).is_file(), name
     (file,) = (out / "traces").iterdir()
     assert len(file.read_text().splitlines()) == 2
@@ -174,6 +177,45 @@ def test_from_a_shell_an_error_is_one_line_and_exit_code_2(tmp_path: Path) -> No
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: --config")
     assert "Traceback" not in done.stderr
+
+
+def test_a_stopped_run_says_so_and_exits_with_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Asked(StopGracefully):
+        """Signalled before the first step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._ask(15, None)
+
+    monkeypatch.setitem(SCRIPT["main"].__globals__, "StopGracefully", Asked)
+    settings: dict[str, Any] = {"model_name_or_path": str(policy), "data": str(corpus)}
+    code = launch(monkeypatch, tmp_path, **settings, max_steps=3, save_strategy="steps")
+    assert code == SCRIPT["STOPPED"] == 75
+    said = capsys.readouterr().err
+    assert "stopped before its end, at step 1 of 3 (exit code 75); kept" in said
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("count", [0, 77])
+def test_questions_that_no_episode_could_fork_for_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Path, count: int
+) -> None:
+    world = ROOT / "data/seal_join"
+    with pytest.raises(ConfigError, match=rf"branches={count}: must lie in 1..max_children=5"):
+        launch(
+            monkeypatch,
+            tmp_path,
+            model_name_or_path=str(policy),
+            data=str(world),
+            branches=[count],
+            max_children=5,
+        )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
