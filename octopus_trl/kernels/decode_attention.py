@@ -31,7 +31,7 @@ def dag_decode_attention(
         keys, values: [P, S, KV, D] pools in the dtype of q, contiguous.
         work: on the device of q. An item has at most ``Tuning.of(D).readers_per_tile(H / KV)``
             readers. Calls that share a queue run one after another.
-        scale: multiplies the scores.
+        scale: multiplies the scores; above 0.
 
     Returns:
         [R, H, D] contiguous, in the dtype of q; products in that dtype, sums and merge in float32.
