@@ -172,14 +172,21 @@ class Case:
                 raise WrongResult(f"row {row} differs from float64 by {error:.1e} of the largest")
 
     def timer(self, call: Callable[[], Tensor]) -> Callable[[], Any]:
-        """Give a call that runs `call` CALLS times, from a captured graph on a GPU."""
+        """Give a call that runs `call` CALLS times, from a captured graph on a GPU.
+
+        Raises:
+            WrongResult: the graph gives something else than the call by itself.
+        """
         if self.device.type != "cuda":
             return lambda: [call() for _ in range(CALLS)]
-        call()
+        alone = call()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                call()
+            outs = [call() for _ in range(CALLS)]
+        graph.replay()
+        graph.replay()
+        if not all(torch.equal(out, alone) for out in outs):
+            raise WrongResult("the captured graph gives other results than the call by itself")
         return graph.replay
 
     def baseline_s(self) -> float | None:
