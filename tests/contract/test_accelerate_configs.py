@@ -14,7 +14,7 @@ ZERO_STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "multinode_zero3": 3}
 
 
 def test_every_way_to_launch_has_its_file() -> None:
-    assert {path.stem for path in CONFIGS} == {"cpu", "single_gpu", *ZERO_STAGE}
+    assert {path.stem for path in CONFIGS} == {"cpu", "single_gpu", "ddp", *ZERO_STAGE}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -39,3 +39,10 @@ def test_zero_stage_is_that_of_the_name_and_accumulation_comes_from_the_recipe(
     assert deepspeed["zero_stage"] == stage
     assert deepspeed["gradient_accumulation_steps"] == "auto"
     assert deepspeed["zero3_init_flag"] is (stage == 3)
+
+
+def test_ddp_is_one_process_a_gpu_without_deepspeed() -> None:
+    config = load_config_from_file(str(ROOT / "accelerate_configs" / "ddp.yaml"))
+    assert config.distributed_type == "MULTI_GPU"
+    assert config.use_cpu is False
+    assert not config.deepspeed_config
