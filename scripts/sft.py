@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
-from transformers.trainer_utils import get_last_checkpoint
 
 from octopus_trl import prepare_model
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import OctopusError
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_mixture import SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 from octopus_trl.models.decay import initialise_decay
+from octopus_trl.train.checkpoint import resolve
 from octopus_trl.train.sft import (
     OctopusSFTConfig,
     OctopusSFTTrainer,
@@ -60,7 +59,7 @@ class ScriptArguments:
 def main() -> None:
     script, args = read_arguments((ScriptArguments, OctopusSFTConfig))
     make_output_folder(args.output_dir)
-    resume = resume_point(args.resume_from_checkpoint, args.output_dir)
+    resume = resolve(args.resume_from_checkpoint, args.output_dir)
     check_report_to(args.report_to)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(args.seed)
@@ -85,25 +84,6 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     trainer.save_state()
-
-
-def resume_point(asked: str | None, folder: str) -> str | None:
-    """Turn `resume_from_checkpoint` into a folder, None for a fresh start.
-
-    Raises:
-        ConfigError: there is no such checkpoint.
-    """
-    word = (asked or "false").strip().lower()
-    if word == "false":
-        return None
-    found = get_last_checkpoint(folder) if word == "true" else asked
-    if found is None or not Path(found).is_dir():
-        place = f"no checkpoint under {folder}" if found is None else "there is no such folder"
-        raise ConfigError(
-            f"resume_from_checkpoint={asked}: {place}; leave it out to start afresh, or give the "
-            "folder of one"
-        )
-    return str(found)
 
 
 if __name__ == "__main__":

@@ -17,20 +17,16 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.trace import Trace
 from octopus_trl.train import checkpoint
 from octopus_trl.train.ranks import Ranks
-from octopus_trl.train.weights import say
 from octopus_trl.train.zero import zero_stage
 
 
-class WholeCheckpoints:
-    """The part of the trainer that saves and resumes; stands before TRL's class."""
+class StagedCheckpoints:
+    """The part of a trainer that saves and resumes; stands before transformers' class."""
 
     accelerator: Any
     args: Any
     state: Any
-    num_iterations: int
-    _ranks: Ranks
-    _step: int
-    _buffered_inputs: list[dict[str, Any]] | None
+    _push_safely: Any
     _staging = False
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
@@ -39,9 +35,11 @@ class WholeCheckpoints:
         Args:
             resume_from_checkpoint: a folder, or true for the newest whole one.
         Raises:
-            ConfigError: there is none, or the one named is not whole.
+            ConfigError: there is none, the one named is not whole, or it was written by another
+                number of processes that cannot be made up for.
+            RankFailed: another rank failed.
         """
-        with self._ranks.watched():
+        with Ranks(self.accelerator).watched():
             if self.args.should_save:
                 checkpoint.clear_staging(self.args.output_dir)
             self.accelerator.wait_for_everyone()
@@ -50,21 +48,25 @@ class WholeCheckpoints:
                 self._check_world(folder)
             return super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
 
-    def _check_world(self, folder: str) -> None:
-        """Refuse a checkpoint whose parts another number of processes would not find.
+    def _rank_state(self) -> dict[str, Any]:
+        """Give what this rank must know to go on, beyond what transformers saves."""
+        return {}
 
-        Raises:
-            ConfigError: says both numbers, and why it matters.
-        """
+    def _take_rank_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `_rank_state` gave."""
+
+    def _needs_ranks(self, state: dict[str, Any]) -> str | None:
+        """Say why a state is of use only to as many processes as wrote it, None where it is not."""
+        return None
+
+    def _check_world(self, folder: str) -> None:
         world = self.accelerator.num_processes
         written_by = int(checkpoint.read_facts(folder)["world_size"])
         if world == written_by:
             return
-        why = None
+        why = self._needs_ranks(checkpoint.load_rank_state(folder, 0))
         if zero_stage(self.accelerator):
             why = "holds an optimizer that ZeRO split over them"
-        elif checkpoint.load_rank_state(folder, 0)["buffer"] is not None:
-            why = "holds traces not yet trained on"
         if why is not None:
             raise ConfigError(
                 f"{folder} was written by {written_by} processes and {why}, this run has {world}: "
@@ -113,26 +115,33 @@ class WholeCheckpoints:
             best=self.state.best_model_checkpoint,
         )
 
-    def _push_safely(self, folder: Path) -> None:
-        """Push a checkpoint; a failed push never ends a run."""
-        try:
-            self._push_from_checkpoint(str(folder))  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - whatever the hub client raises
-            say(f"push of {folder.name} failed, the run goes on: {type(error).__name__}: {error}")
-
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
         super()._load_optimizer_and_scheduler(folder)  # type: ignore[misc]
         if folder is None:
             return
         same = int(checkpoint.read_facts(folder)["world_size"]) == self.accelerator.num_processes
-        state = checkpoint.load_rank_state(folder, self.accelerator.process_index if same else 0)
-        self._step = state["step"]
-        self._buffered_inputs = decode_buffer(state["buffer"])
+        rank = self.accelerator.process_index if same else 0
+        self._take_rank_state(checkpoint.load_rank_state(folder, rank))
+
+
+class WholeCheckpoints(StagedCheckpoints):
+    """Checkpoints that hold the place in a generation and the episodes not yet trained on."""
+
+    num_iterations: int
+    _step: int
+    _buffered_inputs: list[dict[str, Any]] | None
 
     def _rank_state(self) -> dict[str, Any]:
         every = self.args.steps_per_generation * self.num_iterations
         pending = self._buffered_inputs if self._step % every else None
         return {"step": self._step, "buffer": encode_buffer(pending)}
+
+    def _take_rank_state(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        self._buffered_inputs = decode_buffer(state["buffer"])
+
+    def _needs_ranks(self, state: dict[str, Any]) -> str | None:
+        return None if state["buffer"] is None else "holds traces not yet trained on"
 
 
 def encode_buffer(batches: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from octopus_trl.models import spec_of
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
 from octopus_trl.train.kernel_check import check_kernels, compute_dtype
+from octopus_trl.train.resume import StagedCheckpoints
 from octopus_trl.train.rows import LossRow, Tree, build_row
 
 Mixture = Callable[[np.random.Generator, float], Trace]
@@ -124,8 +126,11 @@ class RowDataset(Dataset[SFTRow]):
         return SFTRow(row, kind[row.tree_of_token], sources)
 
 
-class OctopusSFTTrainer(Trainer):
-    """`transformers.Trainer` whose loss is the packed pass over one row of traces."""
+class OctopusSFTTrainer(StagedCheckpoints, Trainer):
+    """`transformers.Trainer` whose loss is the packed pass over one row of traces.
+
+    Its checkpoints are whole or absent, as those of GRPO (`checkpoint.py`).
+    """
 
     def __init__(self, model: nn.Module, args: OctopusSFTConfig, **kwargs: Any) -> None:
         self._spec = spec_of(model)
@@ -156,6 +161,9 @@ class OctopusSFTTrainer(Trainer):
             logs[name] = float(torch.stack(values).nanmean())
         self._recent.clear()
         super().log(logs, start_time)
+
+    def _push_safely(self, folder: Path) -> None:
+        self._push_from_checkpoint(str(folder))
 
     def _note(self, item: SFTRow, logps: Tensor) -> None:
         # Weighted means: picking a source's targets by a mask would wait for the device.

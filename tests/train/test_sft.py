@@ -113,6 +113,32 @@ def test_a_run_ends_in_good_order_when_its_time_is_up(tmp_path: Path) -> None:
     assert trainer.state.global_step == 1
 
 
+def test_a_half_written_checkpoint_is_passed_over_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path,
+) -> None:
+    settings = {"max_steps": 2, "pack_tokens": 600, "save_strategy": "steps", "save_steps": 1}
+
+    def trainer() -> OctopusSFTTrainer:
+        model = prepare_model(tiny_hybrid(seed=0))
+        rows = dataset(num_rows=2, pack_tokens=600)
+        return OctopusSFTTrainer(model, config(tmp_path, **settings), train_dataset=rows)
+
+    straight = trainer()
+    straight.train()
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    for name in ("loss", "grad_norm"):
+        seen, wanted = (
+            [entry[name] for entry in each.state.log_history if name in entry]
+            for each in (resumed, straight)
+        )
+        assert seen == wanted
+    for value, wanted in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(value, wanted)
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
