@@ -36,12 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "data" / "bench", help="where --keep adds them"
     )
+    parser.add_argument(
+        "--profile", type=Path, metavar="FOLDER", help="write kernel times of decode"
+    )
     parser.add_argument("--commit", help="of the lines; default: what git says")
     asked = parser.parse_args(argv)
     for name in asked.case:
         if name not in CASES:
             parser.error(f"case {name!r}: must be one of {', '.join(CASES)}")
-    setting = Setting(model=asked.model, budget_s=asked.budget)
+    setting = Setting(model=asked.model, budget_s=asked.budget, profile=asked.profile)
     where = circumstances(asked.commit)
     failed = False
     for name in asked.case or CASES:

@@ -9,10 +9,11 @@ from octopus_trl import Cursor, Engine, SamplingParams
 
 from .checks import check_decode, check_logits, plain_logits, tokens_of, warm_up
 from .clock import timed
+from .profile import STEPS, write_profile
 from .setting import Line, Setting
 from .stock import continuous_rate, generate_rate
 
-SPARE = 4  # tokens that a turn may still draw when the clock stops, so that none ends while it runs
+SPARE = STEPS + 6  # tokens that a turn may still draw when the clock stops: none ends before
 SAVED_STATES = 16  # beside one a thread and one a fork
 
 
@@ -105,6 +106,8 @@ def steady_rate(
         for _ in range(sizes.steps):
             engine.step()
     decoded = engine.stats()["decoded"] - before
+    if setting.profile is not None:
+        write_profile(setting.profile / f"decode_{len(cursors)}.txt", engine.step)
     drawn = [engine.cancel(ticket)[0] for ticket in tickets]
     if check is not None:
         own = max(1, sizes.own - sizes.warm_steps - sizes.steps // 2)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,10 +77,12 @@ class Setting:
     Args:
         model: a name in `SIZES`.
         budget_s: seconds for everything, the model's making included; None for no bound.
+        profile: folder for profiles of what was timed; None makes none.
     """
 
     model: str = "tiny"
     budget_s: float | None = None
+    profile: Path | None = None
     sizes: Sizes = None  # type: ignore[assignment]
     begin_s: float = field(default_factory=time.perf_counter)
     kept: dict[str, Any] = field(default_factory=dict)

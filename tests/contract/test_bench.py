@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from octopus_trl import Trace, prepare_model
-from scripts.bench_cases import CASES, command, mix, replay
+from scripts.bench_cases import CASES, command, decode, mix, replay
 from scripts.bench_cases.limits import H200, Rates, Shapes
 from scripts.bench_cases.models import QWEN35_4B, mean_entropy, scale_entropy
+from scripts.bench_cases.profile import write_profile
 from scripts.bench_cases.setting import Line, Setting, WrongResult
 from scripts.bench_cases.sizes import SIZES
 from tests.tiny import tiny_hybrid
@@ -138,6 +139,26 @@ def test_a_wrong_engine_is_not_timed(setting: Setting, monkeypatch: pytest.Monke
     assert failed
     assert line.value is None
     assert "logits differ from the plain forward's" in line.case
+
+
+def test_a_profile_is_written_for_each_number_of_threads(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting.profile = tmp_path / "profiles"
+    written: list[Path] = []
+
+    def noted(path: Path, step: Callable[[], Any]) -> None:
+        step()
+        written.append(path)
+
+    monkeypatch.setattr(decode, "write_profile", noted)
+    lines(setting, "decode")
+    assert written == [setting.profile / f"decode_{threads}.txt" for threads in SMALL.threads]
+    square = torch.ones(3, 3)
+    write_profile(written[0], lambda: square @ square)
+    text = written[0].read_text()
+    assert text.startswith("10 steps under the profiler")
+    assert "aten::mm" in text
 
 
 @pytest.fixture(scope="module")
