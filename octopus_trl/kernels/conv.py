@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.kernels._chunks import chunk_indices
 from octopus_trl.maths import conv as maths
 
 INSTALL = "pip install flash-linear-attention==0.6.0"
@@ -50,6 +51,7 @@ def causal_conv(
         activation="silu",
         backend="triton",
         cu_seqlens=cu_seqlens,
+        chunk_indices=chunk_indices(cu_seqlens),
     )
     return y[0], state[..., 1:].to(tail.dtype)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.kernels._chunks import chunk_indices
 from octopus_trl.maths import delta_rule as maths
 
 INSTALL = "pip install flash-linear-attention==0.6.0 tilelang==0.1.15"
@@ -54,6 +55,7 @@ def gated_delta_rule(
         return maths.gated_delta_rule(q, **inputs, cu_seqlens=cu_seqlens, form=form)
     rule = _fla(needs_grad, form)
     dtype = v.dtype
+    chunks = {"chunk_indices": chunk_indices(cu_seqlens)} if form == "chunk" else {}
     o, state = rule(
         q=q.to(dtype)[None],
         k=k.to(dtype)[None],
@@ -65,6 +67,7 @@ def gated_delta_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=cu_seqlens,
+        **chunks,
     )
     return o[0], state.float()
 

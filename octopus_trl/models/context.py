@@ -7,6 +7,7 @@ kinds (a tensor that needs a gradient must never hide in it).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,18 @@ class LevelRows:
     hi: int
     cu_seqlens: Tensor
     single: bool
+
+
+def by_level(
+    levels: Sequence[LevelRows], *tensors: Tensor
+) -> Iterator[tuple[LevelRows, tuple[Tensor, ...]]]:
+    """Give each level its rows of some tensors [T, ...].
+
+    One split for all of them, whose gradient is one concatenation; a slice a level would fill as
+    many zeros as the whole row has, a level.
+    """
+    sizes = [level.hi - level.lo for level in levels]
+    yield from zip(levels, zip(*(x.split(sizes) for x in tensors)), strict=True)
 
 
 class Carry(Protocol):
@@ -53,7 +66,7 @@ class Context(Protocol):
 
     @property
     def levels(self) -> list[LevelRows]:
-        """Recurrent schedule: each level needs only what earlier ones stored."""
+        """Recurrent schedule: all rows in order, each level needs only what earlier ones stored."""
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scale: float) -> Queries:
         """Attend from every row to what it sees on this layer; q and k carry their rotation."""

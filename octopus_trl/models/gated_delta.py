@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from octopus_trl.kernels import select
+from octopus_trl.models.context import by_level
 
 
 class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
@@ -47,10 +48,11 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
 
         carry = octopus.carry(self.layer_idx, mixed.dtype)
         outs: list[Tensor] = []
-        for index, level in enumerate(octopus.levels):
+        parts = by_level(octopus.levels, mixed, g, beta)
+        for index, (level, (x, decay, strength)) in enumerate(parts):
             tail, state = carry.load(index)
-            x, tail = self._conv(mixed[level.lo : level.hi], weight, tail, level)
-            out, state = self._delta(x, g, beta, state, level)
+            x, tail = self._conv(x, weight, tail, level)
+            out, state = self._delta(x, decay, strength, state, level)
             carry.store(index, tail, state)
             outs.append(out)
         core = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -69,13 +71,14 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
     def _delta(
         self, x: Tensor, g: Tensor, beta: Tensor, state: Tensor, level: Any
     ) -> tuple[Tensor, Tensor]:
-        """Run the delta rule over the rows of one level; x is the convolved [T', C]."""
+        """Run the delta rule over the rows of one level; x is the convolved [T', C], g and beta
+        [T', HV].
+        """
         rows = x.shape[0]
         q, k, v = x.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
         q = q.reshape(rows, self.num_k_heads, self.head_k_dim)
         k = k.reshape(rows, self.num_k_heads, self.head_k_dim)
         v = v.reshape(rows, self.num_v_heads, self.head_v_dim)
-        g, beta = g[level.lo : level.hi], beta[level.lo : level.hi]
         if level.single:
             step = select("gated_delta_step", x.device)
             return step(q, k=k, v=v, g=g, beta=beta, state=state)

@@ -25,6 +25,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 from octopus_trl.errors import ConfigError
 from octopus_trl.kernels import select
 from octopus_trl.models.backbone import Backbone, RecurrentSizes
+from octopus_trl.models.context import by_level
 
 
 class _Mamba2Pass:
@@ -54,11 +55,10 @@ class _Mamba2Pass:
         weight = self.conv1d.weight.squeeze(1)
         carry = octopus.carry(self.layer_idx, mixed.dtype)
         outs: list[Tensor] = []
-        for index, level in enumerate(octopus.levels):
+        for index, (level, (x, step)) in enumerate(by_level(octopus.levels, mixed, dt)):
             tail, state = carry.load(index)
-            rows = slice(level.lo, level.hi)
-            x, tail = self._conv(mixed[rows], weight, tail, level)
-            y, state = self._scan(x, dt[rows], state, level)
+            x, tail = self._conv(x, weight, tail, level)
+            y, state = self._scan(x, step, state, level)
             carry.store(index, tail, state)
             outs.append(y)
         core = outs[0] if len(outs) == 1 else torch.cat(outs)

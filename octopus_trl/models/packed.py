@@ -137,6 +137,9 @@ class PackedContext:
     Attributes:
         rows, targets: [M] int64, hidden rows that predict and the token ids they predict.
         detach_mounts: cut the gradient from a reader into the producer's keys and values.
+        parent_runs: for each level [R] int64, the run of the level above that each run continues.
+        plans: what attention layers see, with mounts and where some do not mount without; one
+            object for all layers and for what checkpointing computes again.
     """
 
     row: PackedRow
@@ -149,13 +152,16 @@ class PackedContext:
     input_ids: Tensor = field(init=False)
     position_ids: Tensor = field(init=False)
     levels: list[LevelRows] = field(init=False)
+    parent_runs: list[Tensor] = field(init=False)
     plans: dict[bool, dag.AttentionPlan] = field(init=False)
 
     def __post_init__(self) -> None:
         self.input_ids = torch.from_numpy(self.row.tokens).to(self.device)[None]
         self.position_ids = torch.from_numpy(self.row.positions).to(self.device)[None]
-        self.levels = []
+        self.levels, self.parent_runs = [], []
         for level in self.row.layout.levels:
+            parents = torch.as_tensor(level.parent_run, dtype=torch.int64, device=self.device)
+            self.parent_runs.append(parents)
             bounds = np.concatenate([[0], np.cumsum(level.lengths)])
             cu_seqlens = torch.as_tensor(bounds, dtype=torch.int64, device=self.device)
             single = all(length == 1 for length in level.lengths)
@@ -204,7 +210,7 @@ class PackedCarry:
     def load(self, level: int) -> tuple[ConvTail, RecurrentState]:
         """Give each run its parent's final tail and state, zeros for roots."""
         context = self._context
-        parents = context.row.layout.levels[level].parent_run
+        parents = context.parent_runs[level]
         if self._tail is None or self._state is None:
             spec = context.spec
             wide = torch.float64 if self._dtype == torch.float64 else torch.float32
@@ -213,8 +219,7 @@ class PackedCarry:
                 torch.zeros(runs, *spec.tail_shape, dtype=self._dtype, device=context.device),
                 torch.zeros(runs, *spec.state_shape, dtype=wide, device=context.device),
             )
-        index = torch.as_tensor(parents, dtype=torch.int64, device=context.device)
-        return self._tail.index_select(0, index), self._state.index_select(0, index)
+        return self._tail.index_select(0, parents), self._state.index_select(0, parents)
 
     def store(self, level: int, tail: ConvTail, state: RecurrentState) -> None:
         """Keep a level's ends for the runs that continue them."""
