@@ -86,15 +86,19 @@ def filled_pools(
     return keys.to(device), values.to(device)
 
 
-@pytest.mark.parametrize(("heads", "num_kv", "dim"), [(2, 1, 16), (3, 1, 24), (2, 2, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "dim", "dtype"),
+    [(2, 1, 16, torch.float32), (3, 1, 24, torch.float16), (2, 2, 32, torch.float32)],
+    ids=str,
+)
 def test_rows_of_a_random_dag_equal_loops_and_nothing_unseen_leaks(
-    heads: int, num_kv: int, dim: int, device: torch.device
+    heads: int, num_kv: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     rng = np.random.default_rng([heads, dim])
     torch.manual_seed(dim)
     places = Places(rng, PAGES * PAGE)
     runs = random_runs(rng, places, num_nodes=5, num_rows=[1, 2, 1], lengths=[1, 63, 64, 65])
-    check(runs, device, heads=heads, num_kv=num_kv, dim=dim, dtype=torch.float32, chunk=64)
+    check(runs, device, heads=heads, num_kv=num_kv, dim=dim, dtype=dtype, chunk=64)
 
 
 def test_a_chunk_of_prompt_and_single_rows_share_a_pass(device: torch.device) -> None:
