@@ -128,6 +128,7 @@ class _FlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
+        grad_out = grad_out.contiguous()  # a broadcast one would be another kernel to compile
 
         def backward_over(tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
             return _interface()._flash_attn_bwd(
