@@ -13,6 +13,7 @@ from octopus_trl.agent.reward import exact_match
 from octopus_trl.errors import ConfigError
 from octopus_trl.trace_files import read_traces
 from octopus_trl.train.config import OctopusGRPOConfig
+from octopus_trl.train.metrics import is_known
 from octopus_trl.train.records import read_generations, text_of
 from octopus_trl.train.trainer import OctopusGRPOTrainer
 from tests.tiny import tiny_hybrid
@@ -77,6 +78,19 @@ def test_figures_say_what_the_traces_hold(run: Any) -> None:
     for name in ("re_prefilled", "replayed", "bytes_copied"):
         assert logged(run, f"engine/{name}") == [0, 0]
     assert logged(run, "packing/dedup_ratio")[0] > 1.5
+
+
+def test_every_figure_of_a_real_run_is_in_the_table_and_says_what_was_done(run: Any) -> None:
+    names = {name for entry in run.state.log_history for name in entry}
+    assert {name for name in names if not is_known(name)} == set()
+    traces = read_generations(run.args.output_dir)[:2]
+    assert logged(run, "episode/explored_tokens")[0] == sum(sum(t.lengths) for t in traces) / 2
+    assert logged(run, "episode/active_tokens")[0] < logged(run, "episode/explored_tokens")[0]
+    assert logged(run, "episode/depth") == [1, 1]
+    reads = [event for trace in traces for event in trace.events if event["type"] == "read"]
+    assert logged(run, "engine/mounts")[0] == len(reads)
+    for name in ("engine/step_s", "engine/open_s", "speed/sampled_tokens_per_s"):
+        assert all(value > 0 for value in logged(run, name)), name
 
 
 def test_every_trace_is_written_with_its_reward_and_passes_its_own_check(run: Any) -> None:
