@@ -11,7 +11,8 @@ from torch import Tensor
 
 from octopus_trl.engine.pages import Slots
 from octopus_trl.engine.slot_table import SlotTable
-from octopus_trl.engine.worklist import Run, WorkLayout, WorkList, WorkLists
+from octopus_trl.engine.work_layout import WorkLayout
+from octopus_trl.engine.worklist import Run, WorkList, WorkLists
 from octopus_trl.maths.decode_attention import AttentionWork
 
 

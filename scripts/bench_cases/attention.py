@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from octopus_trl.engine.slot_table import SlotTable
-from octopus_trl.engine.worklist import Run, WorkLayout, WorkList, WorkLists
+from octopus_trl.engine.work_layout import WorkLayout
+from octopus_trl.engine.worklist import Run, WorkList, WorkLists
 from octopus_trl.kernels import select
 from octopus_trl.maths.decode_attention import AttentionWork
 

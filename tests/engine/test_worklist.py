@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 
 from octopus_trl.engine.slot_table import SlotTable, TableFull
-from octopus_trl.engine.worklist import Run, WorkLayout, WorkList, WorkLists
+from octopus_trl.engine.work_layout import WorkLayout
+from octopus_trl.engine.worklist import Run, WorkList, WorkLists
 from octopus_trl.errors import ConfigError
 from tests.decode_work import Places, all_seen, planned, random_runs, with_own
 

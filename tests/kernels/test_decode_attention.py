@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from octopus_trl.engine.pages import Slots
-from octopus_trl.engine.worklist import Run, WorkLayout
+from octopus_trl.engine.work_layout import WorkLayout
+from octopus_trl.engine.worklist import Run
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths import decode_attention as maths
 from tests.decode_work import (

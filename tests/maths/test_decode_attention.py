@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from octopus_trl.engine.worklist import Run, WorkLayout
+from octopus_trl.engine.work_layout import WorkLayout
+from octopus_trl.engine.worklist import Run
 from octopus_trl.maths.decode_attention import AttentionWork, append_slots, dag_decode_attention
 from tests.decode_work import (
     Places,
