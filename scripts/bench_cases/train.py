@@ -194,10 +194,13 @@ def fewest_passes(setting: Setting, model: Any, rows: list[Trace]) -> tuple[int,
         try:
             return passes, *measured(setting, partial(update_all, model, split(rows, passes)))
         except torch.cuda.OutOfMemoryError:
-            model.zero_grad(set_to_none=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            passes *= 2
+            if passes >= len(rows):
+                raise
+        # Out here the error's traceback holds no tensors any more.
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        passes *= 2
 
 
 def split(rows: list[Trace], passes: int) -> list[list[Trace]]:
