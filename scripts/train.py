@@ -122,8 +122,10 @@ def main() -> int:
     finally:
         progress.close()
         stop.release()
-    finish(trainer, stopped=stop.stopped)
-    return STOPPED if stop.stopped else 0
+    # A signal during the last step stops nothing any more.
+    stopped = stop.stopped and trainer.state.global_step < trainer.state.max_steps
+    finish(trainer, stopped=stopped)
+    return STOPPED if stopped else 0
 
 
 def load_model(model_args: ModelConfig) -> Any:
