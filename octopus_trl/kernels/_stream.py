@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octopus_trl.kernels._triton import await_inputs, cuda, early, tl, triton
+from octopus_trl.kernels._triton import (
+    await_inputs,
+    early,
+    prefetch,
+    release_next,
+    tl,
+    triton,
+)
 
 MAX_ROWS = 64  # beyond, a BLAS library is at its best
 
@@ -44,13 +51,13 @@ def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
     while triton.cdiv(num_outputs, 64) * parts < _PROGRAMS and dim // (2 * parts) >= _MIN_DEPTH:
         parts *= 2
     if rows <= 32:
-        return Tiling(64, 128, parts, warps=4, stages=4)
-    return Tiling(64, 128, parts, warps=4, stages=3)
+        return Tiling(64, 128, parts, warps=4, stages=3)
+    return Tiling(128, 64, parts, warps=8, stages=4)
 
 
 _PROGRAMS = 150  # a little more than one for each multiprocessor of an H200
 _MIN_DEPTH = 384  # of a part: less would not pay for starting a program
-_AHEAD = 1024  # columns of the weights that a program asks for before its rows are there
+AHEAD = 256  # columns of the weights that a program asks for before its rows are there
 
 
 def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
@@ -97,7 +104,7 @@ def launch(
         "DEPTH": cut.depth,
         "PARTS": cut.parts,
         "EVEN": even,
-        "AHEAD": _AHEAD if even else 0,
+        "AHEAD": AHEAD if even else 0,
         **early(x.device),
         "num_warps": cut.warps,
         "num_stages": cut.stages,
@@ -148,22 +155,12 @@ def _skinny_linear(
     steps = tl.cdiv(dim, DEPTH)
     share = tl.cdiv(steps, PARTS)
     first = part * share
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        if AHEAD > 0:
-            # Nobody writes to weights, so they may be read before the rows are there.
-            asked = tl.minimum(output, num_outputs - 1).to(tl.int64) * weight_stride
-            start = weight + asked + first * DEPTH
-            length = tl.minimum(tl.minimum(share, steps - first) * DEPTH, AHEAD)
-            nbytes = tl.maximum(length, 0) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-                "=r,l,r",
-                [start.to(tl.int64), tl.zeros_like(output) + nbytes],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+    if EARLY and AHEAD > 0:
+        # Nobody writes to weights, so they may be asked for before the rows are there.
+        asked = tl.minimum(output, num_outputs - 1).to(tl.int64) * weight_stride
+        length = tl.minimum(tl.minimum(share, steps - first) * DEPTH, AHEAD)
+        nbytes = tl.maximum(length, 0) * (weight.dtype.element_ty.primitive_bitwidth // 8)
+        prefetch(weight + asked + first * DEPTH, tl.zeros_like(output) + nbytes)
     await_inputs(EARLY)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(first, tl.minimum(first + share, steps)):
@@ -176,6 +173,8 @@ def _skinny_linear(
             w = tl.load(matrix + at, mask=real & inside[None, :], other=0.0)
             columns = tl.load(inputs + at, mask=given & inside[:, None], other=0.0)
         sums = tl.dot(w, columns, sums, input_precision="ieee")
+    # Not before: the next kernel's programs would take room and bandwidth from this one's.
+    release_next(EARLY)
     to = row[None, :] * num_outputs + output[:, None]
     if PARTS == 1:
         tl.store(y + to, sums.to(y.dtype.element_ty), mask=real & given)

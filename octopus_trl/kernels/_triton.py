@@ -25,7 +25,16 @@ except ImportError as error:
         "OCTOPUS_KERNELS=maths runs the slow references"
     ) from error
 
-__all__ = ["await_inputs", "begin", "cuda", "early", "tl", "triton"]
+__all__ = [
+    "await_inputs",
+    "begin",
+    "can_prefetch",
+    "early",
+    "prefetch",
+    "release_next",
+    "tl",
+    "triton",
+]
 
 
 def early(device: torch.device) -> dict[str, bool]:
@@ -38,11 +47,20 @@ def early(device: torch.device) -> dict[str, bool]:
     return {"EARLY": on, "launch_pdl": on}
 
 
-@functools.cache
+def can_prefetch(device: torch.device) -> bool:
+    """Whether `prefetch` may be compiled for a device."""
+    return device.type == "cuda" and _is_hopper()
+
+
 def _is_early(device: str, setting: str) -> bool:
     if setting not in ("0", "1"):
         raise ConfigError(f"OCTOPUS_EARLY_LAUNCH is {setting!r}, must be '0' or '1'")
-    return setting == "1" and device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+    return setting == "1" and device == "cuda" and _is_hopper()
+
+
+@functools.cache
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability() >= (9, 0)
 
 
 @triton.jit
@@ -51,6 +69,31 @@ def begin(EARLY: tl.constexpr) -> None:
     if EARLY:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+
+
+@triton.jit
+def release_next(EARLY: tl.constexpr) -> None:
+    """Let the next kernel take its places, once every program of this one has come here."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers: tl.tensor, nbytes: tl.tensor) -> None:
+    """Bring stretches of memory into the second-level cache without waiting for them.
+
+    Args:
+        pointers: [n] starts, 16-byte aligned.
+        nbytes: length of each, a multiple of 16.
+    """
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers.to(tl.int64), nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -1,10 +1,11 @@
-"""Measure how a decode step's matrices stream on this GPU, to fill the table of kernels/_stream.py.
+"""Measure settings of the decode step's kernels on this GPU, to choose those in their modules.
 
-    python scripts/tune_linear.py --rows 16 64            every shape of Qwen3.5-4B, best first
-    python scripts/tune_linear.py --rows 16 --chain       a whole step of products, early or not
+    python scripts/tune_kernels.py linear --rows 16 64    tilings of every matrix of Qwen3.5-4B
+    python scripts/tune_kernels.py chain --rows 16        a whole step of products, early or not
+    python scripts/tune_kernels.py delta --rows 16 128    tilings of the gated delta step
 
-Each tiling is checked against the BLAS library's result, then replayed from a CUDA graph over
-copies of the matrix that together exceed the cache. One JSON line a shape and number of rows.
+Products are checked against float64 first. Work is replayed from a CUDA graph over data that
+exceeds the cache. One JSON line a case and number of rows, best first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_cases.clock import replay_s  # type: ignore[import-not-found]
 
-from octopus_trl.kernels import _stream, gates, norms
+from octopus_trl.kernels import _stream, delta_pool, gates, norms
 from octopus_trl.kernels._stream import Tiling
 
 # Outputs and inputs of the fused projections: GDN in, GDN out and o_proj, attention in, gate and
@@ -47,23 +48,28 @@ SHARED_BYTES = 227 * 1024  # of one multiprocessor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["linear", "chain", "delta"])
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=None)
-    parser.add_argument("--chain", action="store_true", help="time a whole step of products")
     asked = parser.parse_args()
     for rows in asked.rows:
-        if asked.chain:
+        if asked.what == "chain":
             chain(rows)
+        elif asked.what == "delta":
+            delta(rows)
         else:
             for name in asked.shape or SHAPES:
                 sweep(name, rows)
 
 
 def candidates(rows: int, num_outputs: int, dim: int) -> list[Tiling]:
-    """List tilings of which all programs are resident at once and enough bytes are in flight."""
+    """List tilings of which all programs are resident at once and enough bytes are in flight.
+
+    Few parts come first (what is split must be added up), then the most in flight.
+    """
     found = []
     for outputs, depth, parts, stages in itertools.product(
-        (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (3, 4, 5, 6)
+        (32, 64, 128), (64, 128, 256), (1, 2, 4, 8), (2, 3, 4, 6, 8)
     ):
         warps = 8 if outputs * max(16, rows) >= 128 * 64 else 4
         programs = -(-num_outputs // outputs) * parts
@@ -71,18 +77,18 @@ def candidates(rows: int, num_outputs: int, dim: int) -> list[Tiling]:
         resident = min(16 // (warps // 4), SHARED_BYTES // (stages * (tile + block) + 1024))
         flight = min(programs, 132 * resident) * (stages - 1) * tile
         steps = -(-dim // depth)
-        one_wave = programs <= 132 * resident or num_outputs > 100_000
         if (
-            one_wave
-            and 5e6 <= flight <= 2.6e7
-            and programs >= 90
+            (programs <= 132 * resident or num_outputs > 100_000)
+            and 4e6 <= flight <= 2.6e7
+            and programs >= 70
             and (parts == 1 or num_outputs < 100_000)
             and steps % parts == 0
             and steps // parts >= 2
         ):
-            found.append(Tiling(outputs, depth, parts, warps, stages))
+            found.append((parts, -flight, Tiling(outputs, depth, parts, warps, stages)))
+    found.sort()
     # Few enough to measure: an even choice over the sorted list.
-    return found if len(found) <= 16 else found[:: -(-len(found) // 16)]
+    return [cut for *_, cut in (found if len(found) <= 24 else found[:: -(-len(found) // 24)])]
 
 
 def sweep(name: str, rows: int) -> None:
@@ -179,23 +185,73 @@ def chain(rows: int) -> None:
         return _stream.multiply(x, weight, _stream.tiling(rows, *weight.shape))
 
     results: dict[str, Any] = {"chain": "32 layers and head", "rows": rows, "GB": total / 1e9}
-    wanted = start
-    for name, product, setting in (
-        ("blas", F.linear, "0"),
-        ("blas, early norms", F.linear, "1"),
-        ("ours", ours, "0"),
-        ("ours, early", ours, "1"),
+    os.environ["OCTOPUS_EARLY_LAUNCH"] = "0"
+    wanted = step(ours)
+    for name, product, setting, ahead in (
+        ("blas", F.linear, "0", 0),
+        ("blas, early norms", F.linear, "1", 0),
+        ("ours", ours, "0", 0),
+        ("ours, early, no prefetch", ours, "1", 0),
+        ("ours, early, 128 columns", ours, "1", 128),
+        ("ours, early, 512 columns", ours, "1", 512),
     ):
-        os.environ["OCTOPUS_EARLY_LAUNCH"] = setting
-        out = step(product)
-        if name == "ours":
-            wanted = out
-        if name == "ours, early":
-            same = all(torch.equal(step(product), wanted) for _ in range(20))
-            results["early gives the same bits"] = same
+        os.environ["OCTOPUS_EARLY_LAUNCH"], _stream.AHEAD = setting, ahead
+        if setting == "1" and product is ours:
+            same = all(torch.equal(step(product), wanted) for _ in range(5))
+            results[f"{name}: same bits"] = same
         seconds = replay_s(partial(step, product))
         results[name] = {"ms": round(seconds * 1e3, 3), "TB/s": round(total / seconds / 1e12, 2)}
     print(json.dumps(results), flush=True)
+
+
+def delta(rows: int) -> None:
+    """Measure the gated delta step with several tilings, and asking ahead for more or less."""
+    heads, dim, channels = 32, 128, 8192
+    wide = heads * dim
+    slots = max(3, int(BYTES / (rows * 2 * wide * dim * 4))) * rows
+    states = torch.zeros(slots + 1, heads, dim, dim, device="cuda")
+    tails = torch.zeros(slots + 1, channels, 3, device="cuda", dtype=torch.bfloat16)
+    sets = (torch.randperm(slots, device="cuda").int() + 1).split(rows)
+    product = torch.randn(rows, channels + wide + 2 * heads, device="cuda", dtype=torch.bfloat16)
+    mixed, z, b, a = product.split([channels, wide, heads, heads], dim=-1)
+    layer: dict[str, Any] = {
+        "conv_weight": torch.randn(channels, 4, device="cuda", dtype=torch.bfloat16),
+        "conv_bias": None,
+        "A_log": torch.zeros(heads, device="cuda", dtype=torch.bfloat16),
+        "dt_bias": torch.zeros(heads, device="cuda", dtype=torch.bfloat16),
+        "norm_weight": torch.ones(dim, device="cuda", dtype=torch.bfloat16),
+        "num_key_heads": 16,
+        "tails": tails,
+        "states": states,
+    }
+    nbytes = rows * 2 * wide * dim * 4 + product.nbytes
+
+    def work() -> None:
+        for at in sets:
+            delta_pool.gated_delta_pool_step(mixed, a=a, b=b, z=z, **layer, read=at, write=at)
+
+    results = []
+    for tiling in ((32, 4, 3), (32, 4, 5), (32, 8, 3), (64, 8, 3), (64, 8, 2), (128, 8, 2)):
+        for ahead in (0, 12, 24, 40):
+            delta_pool.TILING = delta_pool.Tiling(*tiling)
+            delta_pool.AHEAD_BYTES = ahead << 20
+            seconds = replay_s(work) / len(sets)
+            results.append(
+                (round(seconds * 1e6, 2), round(nbytes / seconds / 1e12, 2), tiling, ahead)
+            )
+    results.sort()
+    print(
+        json.dumps(
+            {
+                "delta": "us, TB/s, tiling, MiB ahead",
+                "rows": rows,
+                "best": results[:8],
+                "worst": results[-1],
+                "today": [r for r in results if r[2:] == ((32, 4, 3), 0)],
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
