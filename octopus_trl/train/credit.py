@@ -42,7 +42,13 @@ from octopus_trl.train.rows import Tree
 
 MOST_NATS = 1.0  # a change of log-probability counts up to this, either way
 RESAMPLE_SEED = 7919  # keeps the draws of counterfactual episodes apart from those that train
-MEANS = ("credit/change", "credit/added_abs", "credit/read_share", "credit/scored_share")
+MEANS = (
+    "credit/change",
+    "credit/clipped_share",
+    "credit/added_abs",
+    "credit/read_share",
+    "credit/scored_share",
+)
 
 Changes = dict[int, float]
 
@@ -86,6 +92,9 @@ class BranchCredit:
             added_to.append(dict(zip(branches, added.tolist(), strict=True)))
             meter.add("credit/scored_share", changes is not None, 1)
             meter.add("credit/change", values.sum().item(), len(branches))
+            if limit is not None:
+                clipped = int((values.abs() > limit).sum())
+                meter.add("credit/clipped_share", clipped, len(branches))
             meter.add("credit/added_abs", added.abs().sum().item(), len(branches))
             meter.add("credit/read_share", len(changes or {}), len(branches))
         for name, value in meter.reduce(self.accelerator).items():

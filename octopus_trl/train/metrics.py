@@ -30,6 +30,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "tree/z": ("tokens", "Z: counted tokens of a tree, what its loss is divided by."),
     "tree/z_max": ("tokens", "Of the largest tree."),
     "credit/change": ("nats or reward", "Mean Δ_b over branches."),
+    "credit/clipped_share": (
+        "share",
+        "Branches whose score changed by more than the clip of 1 nat.",
+    ),
     "credit/added_abs": ("reward", "Mean size of λ (Δ_b − mean Δ) over branches."),
     "credit/read_share": ("share", "Branches without which the root had seen other text."),
     "credit/scored_share": ("share", "Episodes with an answer to score; the others get none."),
