@@ -149,8 +149,8 @@ class Ranks:
         except RankFailed:
             raise
         except BaseException as error:
-            known = self._known()
-            if known is not None and isinstance(error, Exception):
+            known = self._known() if _is_broken_collective(error) else None
+            if known is not None:
                 raise RankFailed(known) from error
             self._tell(f"rank {self.rank} failed: {_text(error)}")
             raise
@@ -227,6 +227,11 @@ def _as_rewards(function: Any, given: Sequence[Any], wanted: int) -> list[float 
         name = getattr(function, "__name__", type(function).__name__)
         raise ValueError(f"{name} gave {len(rewards)} rewards for {wanted} completions")
     return rewards
+
+
+def _is_broken_collective(error: BaseException) -> bool:
+    """Whether an error may be what a collective raises when its other end is gone."""
+    return type(error) is RuntimeError or isinstance(error, torch.distributed.DistError)
 
 
 def _text(error: BaseException) -> str:

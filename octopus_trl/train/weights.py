@@ -66,7 +66,6 @@ class PolicyEngine:
                 page_size=args.page_size,
                 num_pages=args.num_pages,
                 num_states=args.num_states,
-                device=self._accelerator.device,
             )
         else:
             self.engine.wake()

@@ -78,17 +78,29 @@ def full_parameter(parameter: Any) -> torch.Tensor:
     return parameter.detach().clone()
 
 
-def run(folder: Path, mode: str, rank: int, world: int) -> None:
-    """Train three steps and write what this rank saw."""
+def run(
+    folder: Path,
+    mode: str,
+    rank: int,
+    world: int,
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    **settings: Any,
+) -> None:
+    """Train three steps and write what this rank saw.
+
+    Args:
+        sizes: for each question, the segments of its episodes; each rank gets as many questions.
+    """
     keep, rows, listed = Keep(), [], Collectives()
     trainer = make_trainer(
         folder / "run",
         None,
-        asked_rows(RANKS),
+        asked_rows(len(sizes)),
         callbacks=[keep],
-        per_device_train_batch_size=3 * RANKS // world,
+        per_device_train_batch_size=3 * len(sizes) // world,
         gradient_checkpointing=mode in CHECKPOINTED,
-        **SETTINGS,
+        **{**SETTINGS, **settings},
     )
     keep.trainer = trainer
     pack, update = trainer._rows, trainer.training_step
@@ -104,13 +116,15 @@ def run(folder: Path, mode: str, rank: int, world: int) -> None:
 
     for name, method in (("_rows", pack_and_keep), ("training_step", update_and_list)):
         setattr(trainer, name, method)
-    with replayed(sizes=SIZES):
+    with replayed(sizes=sizes):
         trainer.train()
     wrapped = trainer.model_wrapped
     found = {
-        "gradient": keep.gradient,
+        "device": str(trainer.accelerator.device),
+        "backend": torch.distributed.get_backend() if world > 1 else None,
+        "gradient": {name: part.cpu() for name, part in keep.gradient.items()},
         "parameters": {
-            name: full_parameter(parameter)
+            name: full_parameter(parameter).cpu()
             for name, parameter in trainer.accelerator.unwrap_model(wrapped).named_parameters()
             if parameter.requires_grad
         },

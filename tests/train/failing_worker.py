@@ -1,0 +1,73 @@
+"""The runs behind `test_failing_rank.py`: two ranks, of which the second fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octopus_trl.train import ranks
+from tests.train.forks import fork_ranks
+from tests.train.runs import alternating, asked_rows, make_trainer, replayed
+
+# What fails, and whether the process of rank 1 lives on for a while with its connections open.
+CASES = {"reward": False, "drawing": False, "update": False, "update, and it hangs": True}
+CAUSE = "the second rank broke"
+HANGS_S = 20.0
+
+
+class Broken(Exception):
+    """What rank 1 raises."""
+
+
+def run(folder: Path, case: str, rank: int) -> None:
+    """Train, and break on rank 1."""
+
+    def judge(completions: Any, **kwargs: Any) -> Any:
+        if case == "reward" and rank == 1:
+            raise Broken(CAUSE)
+        return alternating(completions, **kwargs)
+
+    def fail(*given: Any, **named: Any) -> Any:
+        raise Broken(CAUSE)
+
+    settings = {"per_device_train_batch_size": 2, "max_steps": 2}
+    trainer = make_trainer(folder / "run", None, asked_rows(4), reward=judge, **settings)
+    if rank == 1 and case == "drawing":
+        trainer._policy._awake = fail  # type: ignore[method-assign]
+    if rank == 1 and case.startswith("update"):
+        trainer.accelerator.backward = fail
+    try:
+        if case == "drawing":
+            trainer.train()
+        else:
+            with replayed(sizes=(3,)):
+                trainer.train()
+    finally:
+        if rank == 1 and CASES[case]:
+            time.sleep(HANGS_S)
+
+
+def main(out: Path) -> None:
+    """Run every case and note how its ranks ended, and after how many seconds."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ranks.GRACE_S = 1.0
+    ends = {}
+    for case in CASES:
+        folder = out / case
+
+        def call(rank: int, case: str = case, folder: Path = folder) -> None:
+            run(folder, case, rank)
+
+        ends[case] = fork_ranks(2, "ddp", folder, call)
+    (out / "ends.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
