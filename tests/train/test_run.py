@@ -160,7 +160,7 @@ def test_threads_that_run_out_of_pages_are_said_and_the_run_goes_on(
     rows = questions(backend.world, 2)
     limits: dict[str, Any] = {"window": 512, "reserve_tokens": 100, "max_turns": 2}
     trainer = make_trainer(
-        tmp_path / "out", backend, rows, max_new_tokens=40, num_pages=32, **limits
+        tmp_path / "out", backend, rows, max_new_tokens=150, num_pages=32, **limits
     )
     trainer.train()
     assert "threads failed in 4 episodes: PagesExhausted" in capfd.readouterr().err
