@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class RecurrentSizes(NamedTuple):
@@ -42,8 +42,8 @@ class Backbone:
         head: gives the function from hidden states [T, d] to logits [T, vocab].
     """
 
-    causal_lm: type
-    attention: type
-    mixers: Mapping[type, type] = field(default_factory=dict)
+    causal_lm: type[nn.Module]
+    attention: type[nn.Module]
+    mixers: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     recurrent_sizes: Callable[[Any], RecurrentSizes] = _no_sizes
     head: Callable[[Any], Callable[[Tensor], Tensor]] = _stock_head

@@ -64,8 +64,7 @@ def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "atte
     backbone = _backbone_of(causal_lm)
     spec = read_spec(causal_lm.config, mount_layers, backbone.recurrent_sizes)
     if not isinstance(causal_lm, _PassForward):
-        modules: list[Any] = list(causal_lm.modules())
-        for module in modules:
+        for module in causal_lm.modules():
             if isinstance(module, backbone.attention):
                 attention.install(module, causal_lm.config)
             elif type(module) in backbone.mixers:
