@@ -114,7 +114,7 @@ def _same_structure(source: nn.Module) -> Any:
     if is_peft_model(source):
         from peft import get_peft_model
 
-        for name in source.active_adapters:  # type: ignore[union-attr]
+        for name in source.active_adapters:
             config = copy.copy(source.peft_config[name])  # type: ignore[index, union-attr]
             if hasattr(config, "init_lora_weights"):
                 config.init_lora_weights = False  # the weights come from the source
