@@ -28,7 +28,7 @@ from tests.tiny import SHORT_LENGTHS, random_trace, tiny_hybrid
 from tests.train.runs import Gradients, difference, logged, make_trainer, tokenizer
 
 ROWS = [{"id": f"q{index}", "question": "which?", "answers": ["QUARRY"]} for index in range(2)]
-CREDIT = {"credit": "leave_one_branch_out", "credit_weight": 0.5}
+CREDIT: dict[str, Any] = {"credit": "leave_one_branch_out", "credit_weight": 0.5}
 
 
 def episode(seed: int, *, commits: bool = True) -> Trace:
@@ -146,7 +146,8 @@ def test_credit_is_added_to_the_advantage_of_its_branch_alone(tmp_path: Path) ->
 
 def test_a_weight_of_zero_changes_no_bit_of_the_gradient(tmp_path: Path) -> None:
     steps = []
-    for name, settings in (("plain", {}), ("zero", {**CREDIT, "credit_weight": 0.0})):
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "zero": {**CREDIT, "credit_weight": 0.0}}
+    for name, settings in cases.items():
         keep = Gradients()
         trainer = make_trainer(tmp_path / name, None, ROWS, callbacks=[keep], **settings)
         with episodes():

@@ -68,7 +68,7 @@ def test_training_is_the_same_to_the_bit_with_and_without_evaluation(tmp_path: P
 
 
 def test_evaluation_inside_a_buffered_generation_leaves_the_buffer_alone(tmp_path: Path) -> None:
-    reuse = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
+    reuse: dict[str, Any] = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
     found = []
     for name, settings in (
         ("alone", {}),

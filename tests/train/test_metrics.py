@@ -199,7 +199,7 @@ def test_histograms_go_to_the_wandb_run_and_to_no_other_tracker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = Wandb(run=object())
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(histograms, "gather_object", lambda found: found)
     values = histograms.distributions([random_trace(0), random_trace(1)], [0.5, -0.5])
     histograms.send(ALONE, ["tensorboard"], values)
@@ -210,7 +210,7 @@ def test_histograms_go_to_the_wandb_run_and_to_no_other_tracker(
     assert drawn["histogram/advantage"] == [0.5, -0.5]
     assert len(drawn["histogram/owned_tokens"]) == 2
     idle = Wandb(run=None)
-    monkeypatch.setitem(sys.modules, "wandb", idle)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", idle)
     histograms.send(ALONE, ["wandb"], values)
     assert idle.logged == []
 

@@ -37,7 +37,7 @@ def run(out: Path, **settings: Any) -> tuple[Any, list[Any]]:
 def test_the_second_update_is_that_of_hand_computed_ratios_and_weights(
     tmp_path: Path, source: str, level: str
 ) -> None:
-    settings = {"old_logps": source, "importance_weight_level": level}
+    settings: dict[str, Any] = {"old_logps": source, "importance_weight_level": level}
     trainer = make_trainer(tmp_path / "hand", None, asked_rows(2), max_steps=1, **REUSE, **settings)
     rows = [row for row in asked_rows(2) for _ in range(2)]
     trainer.model.train()
