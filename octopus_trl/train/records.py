@@ -150,8 +150,9 @@ def measure_engine(meter: Meter, before: Mapping[str, Any], after: Mapping[str, 
     for name in ENGINE_SECONDS:
         spent = after["seconds"].get(name, 0.0) - before.get("seconds", {}).get(name, 0.0)
         meter.add(f"engine/{name}_s", spent, 1)
-    given = grown["reused"] + grown["prefilled"] + grown["re_prefilled"]
-    meter.add("engine/hit_rate", grown["reused"], given)
+    context = after["context_tokens"] - before.get("context_tokens", 0)
+    computed = sum(after["misses"].values()) - sum(before.get("misses", {}).values())
+    meter.add("engine/hit_rate", max(0, context - computed), context)
     for name in ("peak_pages", "peak_slots"):
         meter.peak(f"engine/{name}", after[name])
 
