@@ -65,7 +65,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "engine/rewinds": ("calls", "Rewinds of cursors."),
     "engine/evicted_states": ("states", "Recurrent states dropped for want of a slot."),
     "engine/bytes_copied": ("bytes", "Copied by forks, mounts and rewinds."),
-    "engine/hit_rate": ("share", "Of what turns began after (chain, given text), found in the pools."),
+    "engine/hit_rate": ("share", "What turns began after, chain and text, found in the pools."),
     "engine/peak_pages": ("pages", "Most pages held, since the run began."),
     "engine/peak_slots": ("slots", "Most state slots held, since the run began."),
     "engine/open_s": ("s", "In the engine's `open`; the parts overlap with `step`."),
