@@ -106,7 +106,7 @@ class ResidentCopy:
             place._buffers[leaf] = buffers[name].detach().to(device, copy=True)
 
 
-def _same_structure(source: nn.Module) -> Any:
+def _same_structure(source: Any) -> Any:
     """Build the modules of a prepared model again, adapters included, without memory."""
     causal_lm = unwrap(source)
     with torch.device("meta"):
@@ -115,14 +115,14 @@ def _same_structure(source: nn.Module) -> Any:
         from peft import get_peft_model
 
         for name in source.active_adapters:
-            config = copy.copy(source.peft_config[name])  # type: ignore[index, union-attr]
+            config = copy.copy(source.peft_config[name])
             if hasattr(config, "init_lora_weights"):
                 config.init_lora_weights = False  # the weights come from the source
             if is_peft_model(twin):
                 twin.add_adapter(name, config, low_cpu_mem_usage=True)
             else:
                 twin = get_peft_model(twin, config, adapter_name=name, low_cpu_mem_usage=True)
-        twin.base_model.set_adapter(list(source.active_adapters))  # type: ignore[arg-type]
+        twin.base_model.set_adapter(list(source.active_adapters))
     prepare_model(twin, mount_layers=spec_of(source).mount_layers)
     return twin.requires_grad_(False).eval()
 
