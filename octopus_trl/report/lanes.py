@@ -1,0 +1,118 @@
+"""Where each segment of an episode is drawn, and who shares it: plain integers of a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octopus_trl.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """The rows of a drawing.
+
+    Attributes:
+        rows: row of each segment; a thread's first row is its live chain, its left branches follow.
+        first_row: row of each thread that has a segment.
+        num_rows: rows in all.
+        rewound: segments that no thread's head descends from, though their thread has a head under
+            the same root.
+        heirs: for each segment the other threads that continue it (they share its pages).
+        readers: for each segment the threads that mounted it.
+    """
+
+    rows: list[int]
+    first_row: dict[int, int]
+    num_rows: int
+    rewound: set[int]
+    heirs: list[list[int]]
+    readers: list[list[int]]
+
+
+def lay_out(trace: Trace) -> Lanes:
+    """Place every segment: a lane a thread, in thread order, as many rows as branches overlap."""
+    left, rewound = _left_segments(trace), rewound_segments(trace)
+    heirs, readers = sharers(trace)
+    rows = [0] * len(trace.segments)
+    first_row: dict[int, int] = {}
+    top = 0
+    for thread in trace.threads:
+        own = [segment for segment in trace.segments if segment.thread == thread.id]
+        if not own:
+            continue
+        first_row[thread.id] = top
+        ends: list[int] = [0]  # position up to which each row of this lane is taken
+        for segment in own:
+            if segment.id not in left:
+                rows[segment.id] = top
+                ends[0] = max(ends[0], segment.end)
+        for segment in own:
+            if segment.id not in left:
+                continue
+            above = segment.parent
+            row = rows[above] - top if above is not None and above in left else None
+            if row is None or row < 1 or ends[row] > segment.start:
+                free = (at for at in range(1, len(ends)) if ends[at] <= segment.start)
+                row = next(free, len(ends))
+            if row == len(ends):
+                ends.append(0)
+            ends[row] = segment.end
+            rows[segment.id] = top + row
+        top += len(ends)
+    return Lanes(rows, first_row, top, rewound, heirs, readers)
+
+
+def rewound_segments(trace: Trace) -> set[int]:
+    """Give the segments that a rewind left behind: of a thread with a head, not on its chain.
+
+    A child that was forked on a left branch goes on; its own segments are live. A context that a
+    thread left for a new root was not rewound.
+    """
+    root_of: list[int] = []
+    for segment in trace.segments:
+        root_of.append(segment.id if segment.parent is None else root_of[segment.parent])
+    roots = {thread.id: root_of[thread.head] for thread in trace.threads if thread.head is not None}
+    return {
+        segment
+        for segment in _left_segments(trace)
+        if root_of[segment] == roots[trace.segments[segment].thread]
+    }
+
+
+def _left_segments(trace: Trace) -> set[int]:
+    """Give the segments that are not on the live chain of their own thread, if it has one."""
+    live: set[int] = set()
+    heads = {}
+    for thread in trace.threads:
+        heads[thread.id] = thread.head
+        node = thread.head
+        while node is not None and trace.segments[node].thread == thread.id:
+            live.add(node)
+            node = trace.segments[node].parent
+    return {
+        segment.id
+        for segment in trace.segments
+        if segment.id not in live and heads.get(segment.thread) is not None
+    }
+
+
+def sharers(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:
+    """Give the threads that continue, and those that mounted, each segment; its own left out."""
+    num = len(trace.segments)
+    below: list[set[int]] = [set() for _ in range(num)]
+    mounted: list[set[int]] = [set() for _ in range(num)]
+    for segment in reversed(trace.segments):
+        below[segment.id].add(segment.thread)
+        if segment.parent is not None:
+            below[segment.parent] |= below[segment.id]
+        for mount in segment.mounts:
+            mounted[mount] |= below[segment.id]
+    heirs = [
+        sorted(threads - {segment.thread})
+        for threads, segment in zip(below, trace.segments, strict=True)
+    ]
+    readers = [
+        sorted(threads - {segment.thread} - below[segment.id])
+        for threads, segment in zip(mounted, trace.segments, strict=True)
+    ]
+    return heirs, readers
