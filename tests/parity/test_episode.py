@@ -90,6 +90,17 @@ def test_counters_agree_with_what_the_traces_imply(episodes: tuple[Engine, list[
     assert stats["reused"] >= (GROUP - 1) * opened
     assert stats["decoded"] == sum(trace.num_owned for trace in traces)
     assert stats["re_prefilled"] == 0
+    # A flat agent would prefill the whole chain before every turn.
+    flat = sum(
+        len(trace.linearize(segment.parent)[0])
+        for trace in traces
+        for segment in trace.segments
+        if segment.kind == "action" and segment.parent is not None
+    )
+    assert stats["context_tokens"] == flat
+    computed = sum(stats["misses"].values())
+    assert computed == stats["prefilled"] + stats["branched"] + stats["replayed"]
+    assert stats["hit_rate"] == pytest.approx(1 - computed / flat)
     assert not any(stats["bytes_copied"].values())
     engine.check_integrity()
 
