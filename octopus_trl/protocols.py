@@ -205,6 +205,9 @@ class SearchBackend(Protocol):
     def open(self, docid: str, page: int) -> Page:
         """Return page `page` (from 1) of `docid`."""
 
+    def fingerprint(self) -> str:
+        """Hash of all that a result depends on: corpus, analyzer, parameters, lengths of texts."""
+
 
 @runtime_checkable
 class BindsExample(Protocol):

@@ -6,9 +6,29 @@ import argparse
 import sys
 import time
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
 from octopus_trl.agent.corpus import Corpus
-from octopus_trl.agent.search import Bm25Backend
+from octopus_trl.agent.search import Bm25Backend, write_index
 from octopus_trl.errors import ConfigError
+
+
+class _Bar(Progress):
+    """A line for each stage with its share and the time that is left."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        super().__init__(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+        )
+
+    def tell(self, stage: str, done: int, total: int) -> None:
+        """Move the line of a stage."""
+        known = {task.description: task.id for task in self.tasks}
+        at = known[stage] if stage in known else self.add_task(stage, total=total)
+        self.update(at, completed=done)
 
 
 def main() -> int:
@@ -21,8 +41,11 @@ def main() -> int:
     options = parser.parse_args()
     try:
         start = time.perf_counter()
-        backend = Bm25Backend(Corpus(options.folder), k1=options.k1, b=options.b)
-        place = backend.save()
+        ranking = {"k1": options.k1, "b": options.b}
+        with _Bar() as bar:
+            corpus = Corpus(options.folder, progress=bar.tell)
+            place = write_index(corpus, **ranking, progress=bar.tell)
+        backend = Bm25Backend.load(place, corpus, **ranking)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,6 +56,9 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    except KeyboardInterrupt:
+        print("stopped; no index was written, run it again", file=sys.stderr)
+        return 130
     seconds = time.perf_counter() - start
     print(f"{len(backend.corpus)} documents indexed in {seconds:.1f} s: {place}")
     print(f"fingerprint {backend.fingerprint()}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from octopus_trl.errors import ConfigError
 CORPUS_FILE = "corpus.jsonl"
 QUESTIONS_FILE = "questions.jsonl"
 _TITLE_CHARS = 80
+_TELL_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +43,29 @@ class Corpus:
 
     Args:
         path: the file, or a folder that holds `corpus.jsonl`.
+        progress: called with "check", bytes read and bytes in all, after every 16 MB or so.
     Raises:
         ConfigError: no such file, no document in it, or a line that breaks a rule.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, *, progress: Callable[[str, int, int], None] | None = None
+    ) -> None:
         self.path = _file(path, CORPUS_FILE)
         self.docids: list[str] = []
         self.titles: list[str] = []
         self._index: dict[str, int] = {}
-        offsets = [0]
+        end, told, size = 0, 0, self.path.stat().st_size
         first_lines: list[int] = []
         digest = hashlib.sha256()
         starts: list[int] = []
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 digest.update(line)
-                offsets.append(offsets[-1] + len(line))
+                start, end = end, end + len(line)
+                if progress is not None and (end - told >= _TELL_BYTES or end == size):
+                    told = end
+                    progress("check", end, size)
                 if not line.strip():
                     continue
                 document = _document(line, f"{self.path}:{number}")
@@ -72,7 +79,7 @@ class Corpus:
                 self.docids.append(document.docid)
                 self.titles.append(document.title)
                 first_lines.append(number)
-                starts.append(offsets[-2])
+                starts.append(start)
         if not self.docids:
             raise ConfigError(
                 f"{self.path}: 0 documents; a corpus holds at least one line such as "

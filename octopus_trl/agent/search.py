@@ -10,81 +10,42 @@ Order differs from Lucene's where its one-byte document lengths do.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
-import threading
-from array import array
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import bm25s
 import numpy as np
-import Stemmer
 
-from octopus_trl.agent.corpus import Corpus, Document
+from octopus_trl.agent.analyzer import ANALYZER, analyze
+from octopus_trl.agent.corpus import Corpus
+from octopus_trl.agent.paging import (
+    Spans,
+    TokenEnds,
+    cut_snippet,
+    measure_name,
+    split_pages,
+    token_ends,
+    word_ends,
+)
+from octopus_trl.agent.postings import MAX_POSTINGS, Progress, write_postings
 from octopus_trl.errors import ConfigError, ToolError
 from octopus_trl.protocols import Page, SearchHit
 
-ANALYZER = "lower, \\w+, Lucene's 33 stop words, Porter"
+__all__ = ["Bm25Backend", "analyze", "index_path", "split_pages", "token_ends", "word_ends"]
+
 # Above this many documents an index is built by scripts/build_index.py, not at every start.
 MAX_UNSAVED = 50_000
 _FORMAT = 1
 _MANIFEST = "manifest.json"
-_WORD = re.compile(r"\w+")
-_STOP = (
-    "a an and are as at be but by for if in into is it no not of on or such that the their then "
-    "there these they this to was will with"
-)
-_STOP_WORDS = frozenset(_STOP.split(" "))
-_local = threading.local()
-
-TokenEnds = Callable[[str], list[int]]
-
-
-def analyze(text: str) -> list[str]:
-    """Split a text into index terms: lower-cased words less stop words, stemmed by Porter."""
-    stemmer = getattr(_local, "stemmer", None)
-    if stemmer is None:  # PyStemmer's objects must not be shared between threads
-        stemmer = _local.stemmer = Stemmer.Stemmer("porter")
-    return stemmer.stemWords(
-        [word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS]
-    )
-
-
-def word_ends(text: str) -> list[int]:
-    """Give the end of each word: the measure of pages and snippets without a tokenizer."""
-    return [match.end() for match in re.finditer(r"\S+", text)]
-
-
-def token_ends(tokenizer: Any) -> TokenEnds:
-    """Give the measure that counts tokens of a fast Hugging Face tokenizer.
-
-    Raises:
-        ConfigError: the tokenizer is a slow one and knows no offsets.
-    """
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            f"tokenizer is {type(tokenizer).__name__}; pages are cut at token offsets, which only "
-            "fast tokenizers know; load it with use_fast=True or leave the tokenizer out"
-        )
-
-    def ends(text: str) -> list[int]:
-        encoded = tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            split_special_tokens=True,
-            verbose=False,
-        )
-        return [end for _, end in encoded["offset_mapping"]]
-
-    return ends
 
 
 class Bm25Backend:
@@ -175,36 +136,23 @@ class Bm25Backend:
         return cls(corpus, index=index, **settings)
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the index beside its place and rename it, so that no half index is ever seen.
-
-        `path` is by default the place where `from_folder` looks. Returns the place.
-        """
-        target = Path(path) if path is not None else index_path(self.corpus, self.k1, self.b)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        old = Path(f"{scratch}.old")
-        try:
-            self._index.save(scratch, show_progress=False)
-            manifest = {
-                **_identity(self.corpus, self.k1, self.b),
-                "fingerprint": self.fingerprint(),
-            }
-            with (scratch / _MANIFEST).open("w", encoding="utf-8") as stream:
-                json.dump(manifest, stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
-            scratch.chmod(0o755)
-            if target.exists():  # a folder in use cannot be renamed over: move it aside first
-                os.replace(target, old)
-            os.replace(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-            shutil.rmtree(old, ignore_errors=True)
-        return target
+        """Write the index for later processes to map; see `write_index`."""
+        return write_index(self.corpus, k1=self.k1, b=self.b, path=path)
 
     def fingerprint(self) -> str:
-        """Hash of corpus bytes, analyzer, k1, b and scorer: what a result was ranked with."""
-        return _fingerprint(self.corpus, self.k1, self.b)
+        """Hash of all that a result depends on.
+
+        These are corpus bytes, analyzer, k1, b and scorer, which rank; and the lengths of snippets
+        and pages with the tokenizer that measures them.
+        """
+        return _hash(
+            {
+                **_identity(self.corpus, self.k1, self.b),
+                "snippet_tokens": self.snippet_tokens,
+                "page_tokens": self.page_tokens,
+                "measure": measure_name(self._ends),
+            }
+        )
 
     def search(self, query: str, k: int) -> list[SearchHit]:
         """Return at most `k` documents with a score above 0, best first, ties by docid."""
@@ -229,20 +177,9 @@ class Bm25Backend:
         return Page(docid, document.title, document.text[start:end], page, len(pages))
 
     def _build(self) -> bm25s.BM25:
-        vocabulary: dict[str, int] = {}
-        # Four bytes a term: lists of Python integers would take eight times the corpus.
-        rows: list[array[int]] = []
-        for document in self.corpus:
-            terms = analyze(_indexed(document))
-            rows.append(array("i", [vocabulary.setdefault(t, len(vocabulary)) for t in terms]))
-        if not vocabulary:
-            raise ConfigError(
-                f"{self.corpus.path}: no document holds a word to index; texts need letters or "
-                "digits besides stop words"
-            )
-        index = bm25s.BM25(k1=self.k1, b=self.b, method="lucene", backend="numpy")
-        index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
-        return index
+        with tempfile.TemporaryDirectory(prefix="octopus-bm25-") as folder:
+            write_postings(self.corpus, Path(folder), k1=self.k1, b=self.b)
+            return bm25s.BM25.load(folder, mmap=False, load_corpus=False, show_progress=False)
 
     def _rank_documents(self, query: str, k: int) -> tuple[tuple[int, float], ...]:
         vocabulary = self._index.vocab_dict
@@ -258,61 +195,81 @@ class Bm25Backend:
         return tuple((int(row), float(scores[row])) for row in rows)
 
     def _cut_snippet(self, row: int) -> str:
-        if self.snippet_tokens == 0:
-            return ""
-        text = self.corpus[row].text
-        # Only as much of the head as can hold the snippet is measured; documents may be long.
-        room = 16 * self.snippet_tokens
-        ends = self._ends(text[:room])
-        while len(ends) <= self.snippet_tokens and room < len(text):
-            room *= 4
-            ends = self._ends(text[:room])
-        cut = len(text) if len(ends) <= self.snippet_tokens else ends[self.snippet_tokens - 1]
-        return " ".join(text[:cut].split())
+        return cut_snippet(self.corpus[row].text, self.snippet_tokens, self._ends)
 
-    def _split(self, docid: str) -> tuple[tuple[int, int], ...]:
+    def _split(self, docid: str) -> Spans:
         document = self.corpus.find(docid)
         assert document is not None, "open looks the document up first"
         return split_pages(document.text, self.page_tokens, self._ends)
 
 
-def split_pages(text: str, limit: int, ends: TokenEnds) -> tuple[tuple[int, int], ...]:
-    """Cut a text into spans of at most `limit` tokens that join to the whole text.
+def write_index(
+    corpus: Corpus,
+    *,
+    k1: float = 0.9,
+    b: float = 0.4,
+    path: str | Path | None = None,
+    progress: Progress | None = None,
+    max_postings: int = MAX_POSTINGS,
+) -> Path:
+    """Write the index of a corpus beside its place and rename it: no half index is ever seen.
 
-    A cut falls after white space where the last eighth of the page has some. A piece is measured
-    again by itself, since the tokens of a part may outnumber its share of the whole.
+    What a killed build left behind is removed by the next one.
+
+    Args:
+        path: its place; by default where `Bm25Backend.from_folder` looks.
+        progress, max_postings: see `write_postings`.
+    Returns:
+        The place.
+    Raises:
+        ConfigError: no word in the corpus, or another process is building beside that place.
+        OSError: the disk refused; nothing is left there.
     """
-    marks = ends(text)
-    if len(marks) <= limit:
-        return ((0, len(text)),)
-    spans: list[tuple[int, int]] = []
-    start, taken = 0, 0
-    while start < len(text):
-        if len(marks) - taken <= limit:
-            end = len(text)
-        else:
-            end = max(marks[taken + limit - 1], start + 1)
-            space = max(text.rfind(mark, start, end) for mark in ("\n", " "))
-            if space > end - (end - start) // 8:
-                end = space + 1
-        while end > start + 1 and len(ends(text[start:end])) > limit:
-            end -= max(1, (end - start) // 64)
-        spans.append((start, end))
-        start = end
-        while taken < len(marks) and marks[taken] <= start:
-            taken += 1
-    return tuple(spans)
+    target = Path(path) if path is not None else index_path(corpus, k1, b)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(target.parent):
+        scratch = target.with_name(f".{target.name}.building")
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        try:
+            scratch.mkdir()
+            write_postings(
+                corpus, scratch, k1=k1, b=b, progress=progress, max_postings=max_postings
+            )
+            with (scratch / _MANIFEST).open("w", encoding="utf-8") as stream:
+                json.dump(_identity(corpus, k1, b), stream, indent=1)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if target.exists():  # a folder in use cannot be renamed over: move it aside first
+                os.replace(target, old)
+            os.replace(scratch, target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    return target
 
 
-def _indexed(document: Document) -> str:
-    """Join title and text, unless the text opens with its title or a front-matter block."""
-    text = document.text.lstrip()
-    return text if text.startswith((document.title, "---")) else f"{document.title}\n{text}"
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; a killed holder's is free again."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another process is building an index there; one at a time does; wait "
+                "for it"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def index_path(corpus: Corpus, k1: float, b: float) -> Path:
     """Give the place of a saved index: `index/<fingerprint>` beside the corpus."""
-    return corpus.path.parent / "index" / _fingerprint(corpus, k1, b)[:16]
+    return corpus.path.parent / "index" / _hash(_identity(corpus, k1, b))[:16]
 
 
 def _identity(corpus: Corpus, k1: float, b: float) -> dict[str, Any]:
@@ -327,6 +284,5 @@ def _identity(corpus: Corpus, k1: float, b: float) -> dict[str, Any]:
     }
 
 
-def _fingerprint(corpus: Corpus, k1: float, b: float) -> str:
-    identity = json.dumps(_identity(corpus, k1, b), sort_keys=True)
-    return hashlib.sha256(identity.encode()).hexdigest()
+def _hash(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

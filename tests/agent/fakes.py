@@ -81,6 +81,9 @@ class ListCorpus:
         text = self.texts[docid]
         return Page(docid, f"title {docid}", text() if callable(text) else text, page, 1)
 
+    def fingerprint(self) -> str:
+        return ",".join(self.texts)
+
 
 @dataclass(eq=False)
 class ListCursor:

@@ -159,19 +159,7 @@ def test_a_half_written_index_is_refused(fox: Bm25Backend) -> None:
         Bm25Backend.load(place, fox.corpus)
 
 
-def test_a_failed_save_leaves_nothing_behind(
-    fox: Bm25Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(fox._index, "save", fail)
-    with pytest.raises(OSError, match="disk full"):
-        fox.save()
-    assert list(index_path(fox.corpus, 0.9, 0.4).parent.iterdir()) == []
-
-
-def test_corpus_k1_and_b_are_all_in_the_fingerprint(tmp_path: Path) -> None:
+def test_all_that_a_result_depends_on_is_in_the_fingerprint(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "one", FOX)
     prints = [
         Bm25Backend.from_folder(folder).fingerprint(),
@@ -179,7 +167,12 @@ def test_corpus_k1_and_b_are_all_in_the_fingerprint(tmp_path: Path) -> None:
         Bm25Backend.from_folder(folder, b=0.75).fingerprint(),
         Bm25Backend.from_folder(folder_of(tmp_path / "two", FOX[::-1])).fingerprint(),
     ]
-    assert len(set(prints)) == 4
+    prints += [
+        Bm25Backend.from_folder(folder, snippet_tokens=5).fingerprint(),
+        Bm25Backend.from_folder(folder, page_tokens=5).fingerprint(),
+        Bm25Backend.from_folder(folder, ends=token_ends(build_tokenizer())).fingerprint(),
+    ]
+    assert len(set(prints)) == 7
     assert Bm25Backend.from_folder(folder).fingerprint() == prints[0]
 
 

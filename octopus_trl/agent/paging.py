@@ -1,0 +1,145 @@
+"""Lengths in tokens of a pinned tokenizer, and the snippets and pages that are cut by them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from octopus_trl.errors import ConfigError
+
+TokenEnds = Callable[[str], list[int]]
+Spans = tuple[tuple[int, int], ...]
+
+
+def word_ends(text: str) -> list[int]:
+    """Give the end of each word: the measure of pages and snippets without a tokenizer."""
+    return [match.end() for match in re.finditer(r"\S+", text)]
+
+
+class TokenMeasure:
+    """The measure that counts tokens; special tokens in a text count as the plain text they are.
+
+    Attributes:
+        identity: hash of the tokenizer's whole definition; part of a backend's fingerprint.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        definition = tokenizer.to_str()
+        # A copy: the caller's own may be set to truncate, or to read special tokens in text.
+        self._tokenizer = Tokenizer.from_str(definition)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.identity = _sha256(self._tokenizer)
+        self._tokenizer.encode_special_tokens = True
+
+    def __call__(self, text: str) -> list[int]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return [end for _, end in encoded.offsets]
+
+
+def token_ends(tokenizer: Any) -> TokenMeasure:
+    """Give the measure that counts tokens of a fast Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: the tokenizer is a slow one and knows no offsets.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"tokenizer is {type(tokenizer).__name__}; pages are cut at token offsets, which only "
+            "fast tokenizers know; load it with use_fast=True or leave the tokenizer out"
+        )
+    return TokenMeasure(tokenizer.backend_tokenizer)
+
+
+def pinned_measure(
+    source: str | Path, *, revision: str | None = None, sha256: str | None = None
+) -> TokenMeasure:
+    """Load the measure of a tokenizer by folder, `tokenizer.json`, or hub name and revision.
+
+    Args:
+        sha256: the `identity` that it must have; None takes any.
+    Raises:
+        ConfigError: it cannot be read, a hub name comes without a revision, or it is another one.
+    """
+    path = Path(source)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if path.is_file():
+            tokenizer = Tokenizer.from_file(str(path))
+        elif revision is None:
+            raise ConfigError(
+                f"tokenizer {str(source)!r} is no local file and has no revision: snippets are cut "
+                "by a pinned tokenizer; give a folder, or a hub name with its commit"
+            )
+        else:
+            tokenizer = Tokenizer.from_pretrained(str(source), revision=revision)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- the tokenizers library raises bare Exception
+        raise ConfigError(
+            f"tokenizer {str(source)!r} cannot be read ({error}): give a folder with a "
+            "tokenizer.json, or connect to the hub once"
+        ) from None
+    measure = TokenMeasure(tokenizer)
+    if sha256 is not None and measure.identity != sha256:
+        raise ConfigError(
+            f"tokenizer {str(source)!r} has identity {measure.identity}, pinned is {sha256}: "
+            "snippets of another tokenizer are other snippets; take the pinned revision"
+        )
+    return measure
+
+
+def measure_name(ends: TokenEnds) -> str:
+    """Name a measure in a fingerprint."""
+    return str(getattr(ends, "identity", None) or getattr(ends, "__qualname__", repr(ends)))
+
+
+def cut_snippet(text: str, limit: int, ends: TokenEnds) -> str:
+    """Give the head of a text, at most `limit` tokens, with its blanks squeezed."""
+    if limit == 0:
+        return ""
+    # Only as much of the head as can hold the snippet is measured; documents may be long.
+    room = 16 * limit
+    marks = ends(text[:room])
+    while len(marks) <= limit and room < len(text):
+        room *= 4
+        marks = ends(text[:room])
+    cut = len(text) if len(marks) <= limit else marks[limit - 1]
+    return " ".join(text[:cut].split())
+
+
+def split_pages(text: str, limit: int, ends: TokenEnds) -> Spans:
+    """Cut a text into spans of at most `limit` tokens that join to the whole text.
+
+    A cut falls after white space where the last eighth of the page has some. A piece is measured
+    again by itself, since the tokens of a part may outnumber its share of the whole.
+    """
+    marks = ends(text)
+    if len(marks) <= limit:
+        return ((0, len(text)),)
+    spans: list[tuple[int, int]] = []
+    start, taken = 0, 0
+    while start < len(text):
+        if len(marks) - taken <= limit:
+            end = len(text)
+        else:
+            end = max(marks[taken + limit - 1], start + 1)
+            space = max(text.rfind(mark, start, end) for mark in ("\n", " "))
+            if space > end - (end - start) // 8:
+                end = space + 1
+        while end > start + 1 and len(ends(text[start:end])) > limit:
+            end -= max(1, (end - start) // 64)
+        spans.append((start, end))
+        start = end
+        while taken < len(marks) and marks[taken] <= start:
+            taken += 1
+    return tuple(spans)
+
+
+def _sha256(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
