@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -38,6 +39,14 @@ class Seen:
         self._buffer[self._length : length] = slots
         self._length = length
 
+    def push(self, slot: int) -> None:
+        """Add one own slot."""
+        if self._length == len(self._buffer):
+            self.append(np.array([slot], dtype=np.int64))
+        else:
+            self._buffer[self._length] = slot
+            self._length += 1
+
     def drop(self, count: int) -> None:
         """Take the last `count` own slots back."""
         self._length -= count
@@ -46,6 +55,11 @@ class Seen:
     def has_mounts(self) -> bool:
         """Whether something is seen by mount."""
         return self._num_mounted > 0
+
+    @property
+    def last(self) -> int:
+        """The slot that was appended last."""
+        return int(self._buffer[self._length - 1])
 
     def slots(self, *, mounted: bool) -> Slots:
         """Give the slots, with or without mounted ones."""
@@ -60,6 +74,9 @@ class Growth:
         read_slot: state slot to start from: the parent's before the first pass, the own after it.
         source: boundary whose state the first pass still has to read.
         hidden: [d] last hidden state after the tokens fed so far.
+        spans, mounted: slots of the frozen nodes that a fused pass sees, on the chain and by mount;
+            there `seen` holds own slots alone.
+        serial: names the growth.
     """
 
     node: Node
@@ -67,6 +84,9 @@ class Growth:
     read_slot: int = ZERO_SLOT
     source: Node | None = None
     hidden: Tensor | None = None
+    spans: tuple[Slots, ...] = ()
+    mounted: tuple[Slots, ...] = ()
+    serial: int = field(default_factory=itertools.count().__next__)
 
     @property
     def position(self) -> int:

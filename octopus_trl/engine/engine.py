@@ -24,11 +24,10 @@ from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.cursor import Cursor
 from octopus_trl.engine.host_memory import keep_freed_memory
 from octopus_trl.engine.opening import open_prompt
+from octopus_trl.engine.paths import CPU_CHUNK, GPU_CHUNK, Paths
 from octopus_trl.engine.pools import Pools
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import Forgotten, PromptCache
-from octopus_trl.engine.runner import Runner
-from octopus_trl.engine.scheduler import Scheduler
 from octopus_trl.engine.sizes import budget_of, settle, warn_of_thrash
 from octopus_trl.engine.turn import Turn
 from octopus_trl.engine.widths import decode_widths
@@ -51,9 +50,13 @@ class Engine:
             of snapshots, then of idle cursors, are parked, or dropped and built again when needed.
         device: where the model is; None asks the model.
         max_snapshots: boundaries whose state a cursor keeps: its fork point and the last others.
-        prefill_chunk: most tokens of one prefill pass.
+        prefill_chunk: most tokens of one prefill pass; None takes 512, on a GPU 2,048.
         decode_width: rows of every decode pass; None takes the least of several widths that holds
-            the rows, on a CPU only widths that are seen to agree bit by bit.
+            the rows, on a CPU only widths that are seen to agree bit by bit. On a GPU a cursor is
+            independent of its batch, bit by bit, only where this is given, which is slower.
+        fused: run fused passes, captured as graphs; None does so on a GPU, for a model that has
+            them in half precision. False runs the model's own forward.
+        merge_adapters: fused passes multiply by a merged copy of the adapted weights.
         park_bytes: pinned host memory for states that are not about to step; 0 parks none, None
             takes a share of the free host memory beside a GPU and nothing on a CPU.
 
@@ -70,8 +73,10 @@ class Engine:
         num_states: int | None = None,
         device: torch.device | str | None = None,
         max_snapshots: int = 4,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         decode_width: int | None = None,
+        fused: bool | None = None,
+        merge_adapters: bool = False,
         park_bytes: int | None = None,
     ) -> None:
         spec = spec_of(model)
@@ -88,12 +93,11 @@ class Engine:
             prefill_chunk=prefill_chunk,
             decode_width=decode_width,
         )
-        self._prefill_chunk = prefill_chunk
-        self._widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
-        rows = self._widths[-1]
+        chunk = prefill_chunk or (GPU_CHUNK if place.type == "cuda" else CPU_CHUNK)
+        widths = (decode_width,) if decode_width else decode_widths(unwrap(model), place)
         sizes = settle(
             spec,
-            budget_of(place, spec, weight.dtype, prefill_chunk=prefill_chunk, rows=rows),
+            budget_of(place, spec, weight.dtype, prefill_chunk=chunk, rows=widths[-1]),
             page_size=page_size,
             dtype=weight.dtype,
             num_pages=num_pages,
@@ -107,6 +111,9 @@ class Engine:
         self.counters = Counters()
         self._pools = Pools(spec, sizes, page_size, weight.dtype, place, self.counters)
         self._forgotten = Forgotten()
+        self._paths = Paths(
+            model, self._pools, self.counters, widths, chunk, fused=fused, merge=merge_adapters
+        )
         self._tickets = itertools.count()
         self._policy_version = 0
         self._epoch = 0
@@ -380,16 +387,9 @@ class Engine:
         self._tree, self._memory = self._pools.tree, self._pools.memory
         self._prompts = PromptCache(self._tree, self._forgotten)
         self._primitives = Primitives(self._tree, self.max_snapshots)
-        self._runner = Runner(
-            self.model,
-            self._memory,
-            self._tree,
-            self.counters,
-            self._prompts.make_room,
-            prefill_chunk=self._prefill_chunk,
-            widths=self._widths,
+        self._runner, self._scheduler = self._paths.start(
+            self._prompts.make_room, self._primitives, lambda: self._epoch
         )
-        self._scheduler = Scheduler(self._runner, self._primitives, lambda: self._epoch)
 
     def _usable(self, cursor: Cursor, *, idle: bool = False) -> None:
         check_usable(cursor, self, self._epoch, idle=idle)

@@ -92,6 +92,20 @@ class PagePool:
         self.peak = max(self.peak, self.num_held)
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
+    def grow_in_place(self, ranges: list[Range]) -> int | None:
+        """Append room for one token in the last page and return its slot, None where it is full.
+
+        The quick way of most decode steps; `grow` does the same.
+        """
+        if not ranges:
+            return None
+        page, lo, hi = ranges[-1]
+        if hi == self.page_size or self.fill[page] != hi:
+            return None
+        ranges[-1] = Range(page, lo, hi + 1)
+        self.fill[page] = hi + 1
+        return page * self.page_size + hi
+
     def shrink(self, ranges: list[Range], count: int) -> None:
         """Give back the last `count` tokens of `ranges`, changed in place."""
         while count:

@@ -281,7 +281,7 @@ class Runner:
             self.tree.states.release(node)
             raise
         if node.hidden is None:
-            node.hidden = hidden.clone()
+            node.hidden = self._keep(hidden)
 
     def ensure_hidden(self, node: Node) -> Tensor:
         """Give the last hidden state [d] at a boundary, computing it again where a cut lost it."""
@@ -291,7 +291,7 @@ class Runner:
                 self._rebuild(node)
             else:
                 hidden = self._replay([node], ZERO_SLOT, None, "no_state", last_only=True)
-                node.hidden = hidden.clone()
+                node.hidden = self._keep(hidden)
         assert node.hidden is not None
         return node.hidden
 

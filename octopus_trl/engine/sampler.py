@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from octopus_trl.engine.staging import Array
 from octopus_trl.kernels import select
 from octopus_trl.maths.sampling import uniform
 from octopus_trl.protocols import SamplingParams
@@ -55,3 +57,21 @@ def draw(
         uniform=column([uniform(row.seed, row.index) for row in rows], torch.float64),
     )
     return list(zip(tokens.tolist(), logps.tolist(), strict=True))[: len(wanted)]
+
+
+def uniforms(seeds: Array, indices: Array) -> Array:
+    """Give the uniform numbers of many draws, each that of `maths.sampling.uniform`.
+
+    Args:
+        seeds, indices: [R] uint64.
+    Returns:
+        [R] float64 in [0, 1).
+    """
+    return (_splitmix(_splitmix(seeds) ^ indices) >> np.uint64(11)) * 2.0**-53
+
+
+def _splitmix(state: Array) -> Array:
+    mixed = state + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -105,13 +105,17 @@ class Scheduler:
         with self._runner.counters.timed("step"), self._runner.evaluating():
             self._refuse_stale()
             self._admit()
-            for turn in [turn for turn in self._running if turn.fed < self._to_prefill(turn)]:
-                if turn.growth is not None:
-                    self._prefill(turn)
-            ready = [turn for turn in self._running if turn.fed >= self._to_prefill(turn)]
-            width = self._runner.max_width
-            for lo in range(0, len(ready), width):
-                self._decode([turn for turn in ready[lo : lo + width] if turn.growth is not None])
+            self._work()
+
+    def _work(self) -> None:
+        """Feed a chunk, or a token, to every running turn."""
+        for turn in [turn for turn in self._running if turn.fed < self._to_prefill(turn)]:
+            if turn.growth is not None:
+                self._prefill(turn)
+        ready = [turn for turn in self._running if turn.fed >= self._to_prefill(turn)]
+        width = self._runner.max_width
+        for lo in range(0, len(ready), width):
+            self._decode([turn for turn in ready[lo : lo + width] if turn.growth is not None])
 
     def _refuse_stale(self) -> None:
         epoch = self._epoch()
@@ -194,6 +198,7 @@ class Scheduler:
         """Take a running turn back to where it began; its draws are kept and fed again later."""
         assert turn.growth is not None
         growth, turn.growth, turn.fed = turn.growth, None, 0
+        self._leave(growth)
         self._runner.abort(growth)
         self._running.remove(turn)
         insort(self._waiting, turn, key=lambda turn: turn.ticket)
@@ -239,16 +244,24 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
 
-    def _feed_chunk(self, turn: Turn, growth: Growth) -> None:
+    def _next_chunk(self, turn: Turn, most: int) -> list[int]:
+        """Give the next known tokens to feed at once, at most `most`."""
         # Given tokens and drawn ones never share a chunk: the grid stays what it was at first.
         end = len(turn.given) if turn.fed < len(turn.given) else turn.length
-        chunk = turn.known(turn.fed, min(end, turn.fed + self._runner.prefill_chunk))
+        return turn.known(turn.fed, min(end, turn.fed + most))
+
+    def _feed_chunk(self, turn: Turn, growth: Growth) -> None:
+        chunk = self._next_chunk(turn, self._runner.prefill_chunk)
         self._runner.prefill(growth, chunk)
         self._advance(turn, len(chunk))
 
     def _advance(self, turn: Turn, count: int) -> None:
         """Count tokens that went through: for the first time, or again after a pause."""
         counters, given = self._runner.counters, len(turn.given)
+        if turn.fed == turn.reached > given:  # the common case
+            turn.fed = turn.reached = turn.fed + count
+            counters.decoded += count
+            return
         again = max(0, min(turn.fed + count, turn.reached) - turn.fed)
         turn.fed += count
         counters.miss("paused", again)
@@ -352,7 +365,11 @@ class Scheduler:
         growth, turn.growth = turn.growth, None
         if growth is None:
             return
+        self._leave(growth)
         if growth.node.tokens and turn.fed >= len(turn.given):
             self._primitives.advance(turn.cursor, self._runner.finish(growth))
         else:
             self._runner.abort(growth)
+
+    def _leave(self, growth: Growth) -> None:
+        """Forget a growth that is about to end."""

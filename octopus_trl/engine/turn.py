@@ -40,6 +40,13 @@ class Turn:
         """Tokens that are known so far."""
         return len(self.given) + len(self.tokens)
 
+    def known_at(self, place: int) -> int | None:
+        """Give one known token, None where none is known yet."""
+        cut = len(self.given)
+        if place < cut:
+            return self.given[place]
+        return self.tokens[place - cut] if place - cut < len(self.tokens) else None
+
     def known(self, lo: int, hi: int) -> list[int]:
         """Give the known tokens lo:hi."""
         cut = len(self.given)

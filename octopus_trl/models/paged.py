@@ -53,6 +53,11 @@ class PagedMemory:
         self.states: dict[int, Tensor] = {}
 
     @property
+    def num_slots(self) -> int:
+        """Tokens that the pages hold."""
+        return self._page_shape[0] * self._page_shape[1]
+
+    @property
     def allocated(self) -> bool:
         """Whether the tensors exist."""
         return bool(self.keys or self.states)
