@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.eval.trace_statistics import num_mounts
 from octopus_trl.report.lanes import Lanes, lay_out
 from octopus_trl.trace import Trace
 
@@ -143,8 +144,7 @@ def _head(trace: Trace, lanes: Lanes, page_size: int) -> str:
         "threads": len(trace.threads),
         "tokens": f"{sum(lengths):,}",
         "sampled": f"{trace.num_owned:,}",
-        "mounts": sum(event.get("type") == "read" for event in trace.events)
-        or sum(bool(segment.mounts) for segment in trace.segments),
+        "mounts": num_mounts(trace),
         "rewound tokens": f"{sum(lengths[segment] for segment in lanes.rewound):,}",
         f"KV pages of {page_size} that threads share": f"{sum(shared) // page_size:,}",
         "exchange": f"{trace.exchange}, {trace.position}",
@@ -171,12 +171,8 @@ def _drawing(trace: Trace, lanes: Lanes) -> str:
         return TOP + lanes.rows[segment] * ROW
 
     height = TOP + lanes.num_rows * ROW + 8
-    out = [
-        (
-            f'<svg id="drawing" xmlns="http://www.w3.org/2000/svg" width="{MARGIN + WIDTH + 20:.0f}" '
-            f'height="{height:.0f}" role="img" aria-label="threads over tokens">'
-        )
-    ]
+    size = f'width="{MARGIN + WIDTH + 20:.0f}" height="{height:.0f}"'
+    out = [f'<svg id="drawing" {size} role="img" aria-label="threads over tokens">']
     for thread in trace.threads:
         row = lanes.first_row.get(thread.id)
         if row is None:

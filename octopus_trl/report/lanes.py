@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octopus_trl.eval.trace_statistics import left_segments, rewound_segments
 from octopus_trl.trace import Trace
 
 
@@ -15,8 +16,7 @@ class Lanes:
         rows: row of each segment; a thread's first row is its live chain, its left branches follow.
         first_row: row of each thread that has a segment.
         num_rows: rows in all.
-        rewound: segments that no thread's head descends from, though their thread has a head under
-            the same root.
+        rewound: segments that a rewind left behind.
         heirs: for each segment the other threads that continue it (they share its pages).
         readers: for each segment the threads that mounted it.
     """
@@ -31,7 +31,7 @@ class Lanes:
 
 def lay_out(trace: Trace) -> Lanes:
     """Place every segment: a lane a thread, in thread order, as many rows as branches overlap."""
-    left, rewound = _left_segments(trace), rewound_segments(trace)
+    left, rewound = left_segments(trace), rewound_segments(trace)
     heirs, readers = sharers(trace)
     rows = [0] * len(trace.segments)
     first_row: dict[int, int] = {}
@@ -60,40 +60,6 @@ def lay_out(trace: Trace) -> Lanes:
             rows[segment.id] = top + row
         top += len(ends)
     return Lanes(rows, first_row, top, rewound, heirs, readers)
-
-
-def rewound_segments(trace: Trace) -> set[int]:
-    """Give the segments that a rewind left behind: of a thread with a head, not on its chain.
-
-    A child that was forked on a left branch goes on; its own segments are live. A context that a
-    thread left for a new root was not rewound.
-    """
-    root_of: list[int] = []
-    for segment in trace.segments:
-        root_of.append(segment.id if segment.parent is None else root_of[segment.parent])
-    roots = {thread.id: root_of[thread.head] for thread in trace.threads if thread.head is not None}
-    return {
-        segment
-        for segment in _left_segments(trace)
-        if root_of[segment] == roots[trace.segments[segment].thread]
-    }
-
-
-def _left_segments(trace: Trace) -> set[int]:
-    """Give the segments that are not on the live chain of their own thread, if it has one."""
-    live: set[int] = set()
-    heads = {}
-    for thread in trace.threads:
-        heads[thread.id] = thread.head
-        node = thread.head
-        while node is not None and trace.segments[node].thread == thread.id:
-            live.add(node)
-            node = trace.segments[node].parent
-    return {
-        segment.id
-        for segment in trace.segments
-        if segment.id not in live and heads.get(segment.thread) is not None
-    }
 
 
 def sharers(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

@@ -19,7 +19,7 @@ import pytest
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.report.episode import episode_page, write_episode
-from octopus_trl.report.lanes import lay_out, rewound_segments, sharers
+from octopus_trl.report.lanes import lay_out, sharers
 from octopus_trl.trace import Segment, ThreadRecord, Trace
 from octopus_trl.trace_files import write_traces
 
@@ -135,8 +135,8 @@ def test_without_a_tokenizer_ids_are_shown() -> None:
 
 def test_left_branches_are_greyed_and_beside_the_chain_that_went_on() -> None:
     trace = small()
-    assert rewound_segments(trace) == {5}
     lanes = lay_out(trace)
+    assert lanes.rewound == {5}
     assert lanes.rows[5] == lanes.first_row[2] + 1
     assert lanes.rows[7] == lanes.rows[4] == lanes.first_row[2]
     grey = [
