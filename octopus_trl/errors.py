@@ -30,6 +30,30 @@ class RankFailed(OctopusError, RuntimeError):
     """Another rank failed; the message says which, at what and why."""
 
 
+class ServiceError(OctopusError, RuntimeError):
+    """A server refused a request.
+
+    Attributes:
+        status: the HTTP status; None where no answer came.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServiceDown(ServiceError):
+    """A server cannot be reached or is overloaded, after every retry.
+
+    Attributes:
+        retry_after_s: seconds that the server asked to wait, 0 where it did not say.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
+        super().__init__(message, status)
+        self.retry_after_s = retry_after_s
+
+
 class PoolExhausted(OctopusError, RuntimeError):
     """A pool has too little room even after eviction.
 

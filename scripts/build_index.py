@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from octopus_trl.agent.corpus import Corpus
+from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
-from octopus_trl.errors import ConfigError
+from octopus_trl.errors import OctopusError
+from octopus_trl.protocols import SearchBackend
 
 
 class _Bar(Progress):
@@ -37,16 +40,17 @@ def main() -> int:
     parser.add_argument("folder", help="folder that holds corpus.jsonl (format: data/README.md)")
     parser.add_argument("--k1", type=float, default=0.9, help="saturation of term counts")
     parser.add_argument("--b", type=float, default=0.4, help="weight of document length, 0 to 1")
+    parser.add_argument("--opensearch", metavar="URL", help="write to this server instead")
+    parser.add_argument("--index", default="octopus", help="name of the index on that server")
+    parser.add_argument("--user", help="of that server; the password is in OPENSEARCH_PASSWORD")
     parser.add_argument("--try-query", metavar="TEXT", help="search for TEXT afterwards")
     options = parser.parse_args()
     try:
         start = time.perf_counter()
-        ranking = {"k1": options.k1, "b": options.b}
         with _Bar() as bar:
             corpus = Corpus(options.folder, progress=bar.tell)
-            place = write_index(corpus, **ranking, progress=bar.tell)
-        backend = Bm25Backend.load(place, corpus, **ranking)
-    except ConfigError as error:
+            place, backend = _write(options, corpus, bar)
+    except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -60,12 +64,27 @@ def main() -> int:
         print("stopped; no index was written, run it again", file=sys.stderr)
         return 130
     seconds = time.perf_counter() - start
-    print(f"{len(backend.corpus)} documents indexed in {seconds:.1f} s: {place}")
+    print(f"{len(corpus)} documents indexed in {seconds:.1f} s: {place}")
     print(f"fingerprint {backend.fingerprint()}")
     if options.try_query:
         for hit in backend.search(options.try_query, 5):
             print(f"{hit.score:8.3f}  {hit.docid}  {hit.title}")
     return 0
+
+
+def _write(options: argparse.Namespace, corpus: Corpus, bar: _Bar) -> tuple[str, SearchBackend]:
+    """Write the index that was asked for; give its place and the backend that reads it."""
+    k1, b = options.k1, options.b
+    if not options.opensearch:
+        folder = write_index(corpus, k1=k1, b=b, progress=bar.tell)
+        return str(folder), Bm25Backend.load(folder, corpus, k1=k1, b=b)
+    password = os.environ.get("OPENSEARCH_PASSWORD")
+    server = connect(options.opensearch, user=options.user, password=password)
+    fill_index(corpus, server, options.index, k1=k1, b=b, progress=bar.tell)
+    backend = OpenSearchBackend(
+        options.opensearch, options.index, k1=k1, b=b, user=options.user, password=password
+    )
+    return f"{options.index} on {options.opensearch}", backend
 
 
 if __name__ == "__main__":

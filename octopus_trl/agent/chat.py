@@ -99,15 +99,28 @@ class Chat:
         self._cut_sign = self._plain.encode("[cut]")
         self._close_thinking = self._encode_template(f"\n{THINK_END}\n\n{self._end_text}")
 
-    def prompt(self, example: Mapping[str, Any]) -> list[int]:
+    def prompt(self, example: Mapping[str, Any], *, more: str = "") -> list[int]:
         """Give the ids that open an episode, through the generation prompt.
 
         `example["question"]`, or `example["prompt"]` as text or as a list of messages.
+
+        Args:
+            more: text below the question.
 
         Raises:
             ConfigError: neither is there, or a message has no text.
         """
         messages = self._messages(example)
+        if more:
+            messages[-1] = {"role": "user", "content": f"{messages[-1]['content']}\n\n{more}"}
+        return self._open(messages)
+
+    def task_prompt(self, example: Mapping[str, Any], task: str) -> list[int]:
+        """Give the ids of a fresh context: the episode's system text and a task as its question."""
+        system = [message for message in self._messages(example) if message["role"] == "system"]
+        return self._open([*system, {"role": "user", "content": task}])
+
+    def _open(self, messages: Sequence[dict[str, str]]) -> list[int]:
         payloads: list[str] = []
         shown: list[dict[str, str]] = []
         for message in messages:
@@ -179,6 +192,12 @@ class Chat:
             if not ended:
                 return Turn([], closed, thinking=True)
         return Turn(self._read(text) if closed else [], closed, thinking=False)
+
+    def words(self, ids: Sequence[int]) -> str:
+        """Give what a turn says: its text without the end and without a closed thinking block."""
+        body = list(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+        text = self.decode(body)
+        return text.rpartition(THINK_END)[2].replace(THINK, "").strip()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids with every control token shown."""

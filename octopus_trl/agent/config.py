@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from octopus_trl.agent.systems import check_system
 from octopus_trl.agent.tools import BY_NAME
 from octopus_trl.errors import ConfigError
 from octopus_trl.protocols import SamplingParams
@@ -20,12 +21,18 @@ class RolloutConfig:
     """How episodes run.
 
     Raises:
-        ConfigError: a value is outside its range, or names a system that is not there yet.
+        ConfigError: a value is outside its range, or the systems named do not go together.
     """
 
-    exchange: str = _help("mount", "how findings travel between threads")
+    exchange: str = _help(
+        "mount", "how findings travel between threads: `mount`, `transcript` or `summary`"
+    )
     position: str = _help("jump", "where a reader goes on after a mount (paper Eq. 2)")
-    agent: str = _help("tree", "shape of an episode: threads that fork")
+    agent: str = _help(
+        "tree",
+        "shape of an episode: `tree` is threads that fork, `flat` one thread, `compact` one that "
+        "sums up and starts anew when its window is full",
+    )
     tools_exposed: bool = _help(True, "offer fork, read_thread, wait_threads and rewind")
     disabled_tools: tuple[str, ...] = _help(
         (), "tools that the prompt names and every call is refused (evaluation on one prompt)"
@@ -69,12 +76,7 @@ class RolloutConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, only in (("exchange", "mount"), ("position", "jump"), ("agent", "tree")):
-            if getattr(self, name) != only:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: this version rolls out {only!r} only; "
-                    f"set {name}: {only}"
-                )
+        check_system(self)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -105,6 +107,16 @@ class RolloutConfig:
             max_tokens=max_tokens,
             seed=seed,
         )
+
+    @property
+    def primitives(self) -> bool:
+        """Whether the prompt offers fork, read_thread, wait_threads and rewind."""
+        return self.tools_exposed and self.agent == "tree"
+
+    @property
+    def reads_others(self) -> bool:
+        """Whether a thread may mount what another holds, even while that one writes."""
+        return self.exchange == "mount" and self.agent == "tree"
 
     @property
     def reserve(self) -> int:

@@ -222,10 +222,10 @@ def _document(line: bytes, place: str) -> Document:
                 f"{place}: {name} of docid {docid!r} is {record[name]!r}; it must be a text; "
                 "quote it or leave it out"
             )
-    return Document(docid, text, record.get("title") or _title(text), record.get("url") or "")
+    return Document(docid, text, record.get("title") or title_of(text), record.get("url") or "")
 
 
-def _title(text: str) -> str:
+def title_of(text: str) -> str:
     """Give the title of a front-matter block, else the first line that is not empty."""
     lines = text.lstrip()[:4096].splitlines()
     if lines and lines[0].strip() == "---":

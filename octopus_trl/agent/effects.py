@@ -151,15 +151,22 @@ def _read_thread(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCal
         raise ToolError(f"read_thread refused: thread {target.id} failed")
     if any(line.id in episode.unreadable for line in target.lineage()):
         raise ToolError(f"read_thread refused: thread {target.id} cannot be read")
+    if episode.config.exchange == "summary":
+        return Result(wait_text([(target.id, target.status, target.result)]))
     seen = episode.recorder.visible(thread.head)
-    seen.update(agenda.mounts)
+    seen.update(agenda.mounts, agenda.pasted)
     span = [segment for segment in target.live if segment not in seen]
     if not span:
         return Result(f"nothing new in thread {target.id} (status {target.status})")
-    agenda.mounts += span
-    agenda.sources[target.id] = target
     count = episode.recorder.num_tokens(span)
     episode.note("read", thread, target=target.id, tokens=count, segments=span)
+    if episode.config.exchange == "transcript":
+        agenda.pasted += span
+        text = episode.chat.decode(episode.recorder.tokens(span))
+        head = f"transcript of thread {target.id}, {count} tokens (status {target.status})"
+        return Result(f"{head}\n{text}")
+    agenda.mounts += span
+    agenda.sources[target.id] = target
     return Result(f"mounted {count} tokens of thread {target.id} (status {target.status})")
 
 
@@ -206,6 +213,7 @@ def _rewind(episode: Episode, thread: Thread, agenda: Agenda, call: ToolCall) ->
     # The note takes the place of the turn's tool text: what its other calls gave is left behind.
     agenda.results.clear()
     agenda.mounts.clear()
+    agenda.pasted.clear()
     agenda.sources.clear()
     episode.note("rewind", thread, turn=thread.turn, to=turn, segment=snapshot.segment)
     return Result(text)

@@ -57,7 +57,7 @@ class Episode:
         self.config = config
         self.unreadable = frozenset(unreadable)
         self.threads: dict[int, Thread] = {}
-        self.recorder = Recorder()
+        self.recorder = Recorder(config.position)
         self.events: list[dict[str, Any]] = []
         self.done = False
         self.round = 0
@@ -80,16 +80,15 @@ class Episode:
         self._began = time.monotonic()
         root = self._add_thread(None, "")
         prompt = self.chat.prompt(self.example)
-        self._write(root, "prompt", prompt, time_s=self.time())
-        root.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
+        self.write_prompt(root, prompt)
         try:
             root.cursor = self.engine.open(prompt)
         except PoolExhausted:
             if not patient:
                 raise
-            self.threads, self.recorder = {}, Recorder()
+            self.threads, self.recorder = {}, Recorder(self.config.position)
             return False
-        self.attempt(root, feed.start_root, self)
+        self.attempt(root, feed.start, self, root)
         self._settle()
         return True
 
@@ -129,6 +128,7 @@ class Episode:
             **self.identity,
             "question": self._question(),
             "result": root.result,
+            "agent": self.config.agent,
             "rounds": self.round,
             "clock": "rounds" if self.config.deterministic else "seconds",
         }
@@ -167,20 +167,36 @@ class Episode:
         self.note("end", thread, status=status, **facts)
 
     def new_thread(self, parent: Thread, task: str) -> Thread:
-        """Fork a child at the end of its parent's last turn; copies nothing."""
-        cursor, origin = feed.fork(self, parent)
-        child = self._add_thread(parent, task)
-        child.cursor, child.origin = cursor, origin
-        child.base_segment = child.head = parent.head
-        child.base_tokens = child.num_tokens = parent.num_tokens
+        """Start a child at the end of its parent's last turn, which copies nothing, or in a fresh
+        context of its own.
+        """
+        number, config = len(self.threads), self.config
         text = (
-            f"you are thread {child.id}; task: {task}; budget {self.config.window} tokens, "
-            f"{self.config.max_turns} turns"
+            f"you are thread {number}; task: {task}; budget {config.window} tokens, "
+            f"{config.max_turns} turns"
         )
-        child.agenda = Agenda(results=[Result(text)])
+        if config.exchange == "summary":
+            prompt = self.chat.task_prompt(self.example, text)
+            cursor = self.engine.open(prompt)
+            child = self._add_thread(parent, task)
+            child.cursor, child.base_segment = cursor, parent.head
+            self.write_prompt(child, prompt)
+            child.agenda = Agenda()
+        else:
+            cursor, origin = feed.fork(self, parent)
+            child = self._add_thread(parent, task)
+            child.cursor, child.origin = cursor, origin
+            child.base_segment = child.head = parent.head
+            child.base_tokens = child.num_tokens = parent.num_tokens
+            child.agenda = Agenda(results=[Result(text)])
         self._newborn.append(child)
         self.note("fork", parent, child=child.id, segment=parent.head)
         return child
+
+    def write_prompt(self, thread: Thread, prompt: list[int]) -> None:
+        """Begin a root of the trace with a thread's prompt."""
+        self._write(thread, "prompt", prompt, time_s=self.time())
+        thread.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
 
     def _next_round(self) -> list[Thread] | None:
         """List the threads whose turns take effect now, or None where there is nothing to do."""
@@ -241,7 +257,7 @@ class Episode:
         )
         if thread.ended:
             return False
-        if thread.last_turn is not None and (
+        if thread.last_turn not in (None, "summary") and (
             agenda.rewind_to is None or thread.last_turn == "turns"
         ):
             self.end(thread, "cut", reason=thread.last_turn)
@@ -272,7 +288,14 @@ class Episode:
         thread.num_turns += 1
         if finished.tokens:
             if fed is not None and fed.tokens:
-                self._write(thread, "tool", fed.tokens, mounts=fed.mounts, time_s=fed.time_s)
+                self._write(
+                    thread,
+                    "tool",
+                    fed.tokens,
+                    mounts=fed.mounts,
+                    pasted=fed.pasted,
+                    time_s=fed.time_s,
+                )
                 if not thread.snapshots:
                     thread.take_snapshot(closed=False, thinking=self.chat.opens_thinking)
             tokens, logps = finished.tokens, finished.logps

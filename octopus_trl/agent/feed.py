@@ -16,23 +16,29 @@ from octopus_trl.errors import BudgetExceeded
 if TYPE_CHECKING:
     from octopus_trl.agent.episode import Episode
 
+SUMMARY = (
+    "your context is full: write down all that you need to go on; you go on with that alone. or "
+    "commit now"
+)
 LAST_TURN = {
     "turns": "last turn: your turns are used up; commit now",
     "tokens": "last turn: your token budget is used up; commit now",
 }
+WARNINGS = {**LAST_TURN, "summary": SUMMARY}
 CURSORS = ("fork_cursor", "boundary", "origin", "cursor")
 
 
-def start_root(episode: Episode) -> None:
-    """Let the root write its first turn after the prompt."""
-    root, config = episode.threads[0], episode.config
-    if not config.deterministic:
-        root.origin = episode.engine.fork(root.cursor)
-    if config.max_turns == 1:
-        root.last_turn = "turns"
-    elif config.window - root.num_own <= config.reserve:
-        root.last_turn = "tokens"
-    _submit(episode, root, [])
+def start(episode: Episode, thread: Thread) -> None:
+    """Let a thread write its first turn after its prompt."""
+    config = episode.config
+    if config.reads_others and not config.deterministic:
+        thread.origin = episode.engine.fork(thread.cursor)
+    thread.last_turn = None
+    if thread.num_turns + 1 >= config.max_turns:
+        thread.last_turn = "turns"
+    elif config.window - thread.num_own <= config.reserve:
+        thread.last_turn = "tokens"
+    _submit(episode, thread, [])
 
 
 def fork(episode: Episode, parent: Thread) -> tuple[Any, Any]:
@@ -42,7 +48,7 @@ def fork(episode: Episode, parent: Thread) -> tuple[Any, Any]:
     """
     clean = parent.cursor if parent.fork_cursor is None else parent.fork_cursor
     cursor = episode.engine.fork(clean)
-    if episode.config.deterministic:
+    if episode.config.deterministic or not episode.config.reads_others:
         return cursor, None
     try:
         return cursor, episode.engine.fork(cursor)
@@ -67,7 +73,7 @@ def feed_round(episode: Episode, spoken: list[Thread]) -> None:
 
 def keep_boundary(episode: Episode, thread: Thread) -> None:
     """Keep the place of the last closed turn where others read while this thread writes."""
-    if not episode.config.deterministic:
+    if episode.config.reads_others and not episode.config.deterministic:
         release(episode, thread, "boundary")
         thread.boundary = episode.engine.fork(thread.cursor)
 
@@ -87,12 +93,14 @@ def _mount(episode: Episode, thread: Thread, agenda: Agenda) -> None:
         if any(isinstance(call, ToolCall) and call.name == "fork" for call in later):
             # What this turn forks after its wait must not see what it has mounted by now.
             thread.fork_cursor = episode.engine.fork(thread.cursor)
+    position = episode.config.position
+    rule = {} if position == "jump" else {"position": position}
     for source in agenda.sources.values():
         if episode.config.deterministic:
-            episode.engine.mount(thread.cursor, source.cursor)
+            episode.engine.mount(thread.cursor, source.cursor, **rule)
         else:
             # The source may be writing: what it had closed stands at its boundary.
-            episode.engine.mount(thread.cursor, source.boundary, source.origin)
+            episode.engine.mount(thread.cursor, source.boundary, source.origin, **rule)
     agenda.sources.clear()
 
 
@@ -106,6 +114,13 @@ def _rewind(episode: Episode, thread: Thread, agenda: Agenda) -> None:
 
 def _reply(episode: Episode, thread: Thread, agenda: Agenda) -> None:
     """Feed the results of a turn, with a warning where the next turn is the last."""
+    if thread.last_turn == "summary":
+        _restart(episode, thread)
+        return
+    if not agenda.results:  # a child in a fresh context: it has its prompt and called nothing yet
+        thread.agenda = None
+        start(episode, thread)
+        return
     config = episode.config
     closed, thinking = True, False
     if thread.snapshots:
@@ -117,17 +132,37 @@ def _reply(episode: Episode, thread: Thread, agenda: Agenda) -> None:
     if thread.num_turns + 1 >= config.max_turns:
         thread.last_turn = "turns"
     elif room - len(tokens) <= config.reserve:
-        thread.last_turn = "tokens"
+        thread.last_turn = "summary" if config.agent == "compact" else "tokens"
     if thread.last_turn is not None:
-        warning = Result(LAST_TURN[thread.last_turn])
+        warning = Result(WARNINGS[thread.last_turn])
         room -= config.reserve // 2
         tokens = make([*agenda.results, warning], room=room)
         if len(tokens) > room:  # so many results that their frames alone fill it
             tokens = make([warning])
     _submit(episode, thread, tokens)
-    thread.fed = Fed(tokens, sorted(agenda.mounts), episode.time())
+    # Spans prefilled again follow one another in the order in which they were read.
+    mounts = agenda.mounts if config.position == "reencode" else sorted(agenda.mounts)
+    thread.fed = Fed(tokens, mounts, sorted(agenda.pasted), episode.time())
     thread.agenda = None
     release(episode, thread, "fork_cursor")
+
+
+def _restart(episode: Episode, thread: Thread) -> None:
+    """Let a thread go on after a prompt of its question and the summary that it has just written.
+
+    The new prompt is a root of its own in the trace; the thread's turns go on counting. Where even
+    that prompt leaves no more of the window than the reserve, the next turn is the last one.
+    """
+    assert thread.head is not None, "a summary was written"
+    summary = episode.chat.words(episode.recorder.tokens([thread.head]))
+    prompt = episode.chat.prompt(episode.example, more=f"summary of your work so far:\n{summary}")
+    cursor = episode.engine.open(prompt)
+    release(episode, thread, *CURSORS)
+    thread.cursor, thread.agenda = cursor, None
+    thread.leave_context()
+    episode.write_prompt(thread, prompt)
+    episode.note("restart", thread, segment=thread.head)
+    start(episode, thread)
 
 
 def _submit(episode: Episode, thread: Thread, tokens: list[int]) -> None:

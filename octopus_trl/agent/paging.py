@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from octopus_trl.errors import ConfigError
+from octopus_trl.errors import ConfigError, ToolError
+from octopus_trl.protocols import Page
 
 TokenEnds = Callable[[str], list[int]]
 Spans = tuple[tuple[int, int], ...]
@@ -97,6 +98,71 @@ def pinned_measure(
 def measure_name(ends: TokenEnds) -> str:
     """Name a measure in a fingerprint."""
     return str(getattr(ends, "identity", None) or getattr(ends, "__qualname__", repr(ends)))
+
+
+class TextCutter:
+    """How every backend shows a document: the snippet of its head, and its pages.
+
+    Args:
+        snippet_tokens: length of a hit's snippet, the head of the document; 0 for none.
+        page_tokens: most tokens of an opened page.
+        ends: measure of both lengths; `word_ends` counts words, `token_ends(tokenizer)` tokens.
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self, *, snippet_tokens: int = 64, page_tokens: int = 8192, ends: TokenEnds = word_ends
+    ) -> None:
+        if snippet_tokens < 0 or page_tokens < 1:
+            raise ConfigError(
+                f"snippet_tokens={snippet_tokens}, page_tokens={page_tokens}: a snippet has at "
+                "least 0 tokens and a page at least 1"
+            )
+        self.snippet_tokens, self.page_tokens, self.ends = snippet_tokens, page_tokens, ends
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a fingerprint says of it."""
+        return {
+            "snippet_tokens": self.snippet_tokens,
+            "page_tokens": self.page_tokens,
+            "measure": measure_name(self.ends),
+        }
+
+    def snippet(self, text: str) -> str:
+        """Give the head of a text, its blanks squeezed."""
+        return cut_snippet(text, self.snippet_tokens, self.ends)
+
+    def spans(self, text: str) -> Spans:
+        """Give the pages of a text as ranges of characters."""
+        return split_pages(text, self.page_tokens, self.ends)
+
+    def page(self, docid: str, title: str, text: str, page: int, spans: Spans) -> Page:
+        """Give one page of a document.
+
+        Raises:
+            ToolError: no such page; the text is for the model.
+        """
+        if not 1 <= page <= len(spans):
+            raise ToolError(f"no page {page} of {docid}; its pages are 1 to {len(spans)}")
+        start, end = spans[page - 1]
+        return Page(docid, title, text[start:end], page, len(spans))
+
+
+def check_weights(k1: float, b: float) -> None:
+    """Refuse BM25 weights out of range.
+
+    Raises:
+        ConfigError: k1 is negative or not finite, or b lies outside [0, 1].
+    """
+    if not 0 <= k1 < float("inf") or not 0 <= b <= 1:
+        raise ConfigError(f"k1={k1}, b={b}: k1 must be finite and at least 0, b lie in [0, 1]")
+
+
+def unknown_document(docid: str) -> ToolError:
+    """Give the message for a docid that no document has."""
+    return ToolError(f"no document {docid!r}; open takes a docid that search returned")
 
 
 def cut_snippet(text: str, limit: int, ends: TokenEnds) -> str:

@@ -113,9 +113,10 @@ class ReplayEngine:
         cursor.chain.extend(tokens)
         return cursor
 
-    def mount(self, cursor: Place, source: Place, since: Place | None = None) -> Place:
-        """Make readable what `source`'s chain holds."""
-        self.engine.mount(cursor.real, source.real, since.real if since is not None else None)
+    def mount(self, cursor: Place, source: Place, since: Place | None = None, **rule: Any) -> Place:
+        """Make readable what `source`'s chain holds; `rule` goes on to the engine."""
+        after = since.real if since is not None else None
+        self.engine.mount(cursor.real, source.real, after, **rule)
         return cursor
 
     def rewind(self, cursor: Place, num_tokens: int) -> Place:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from octopus_trl.agent.chat import Chat
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.episode import Episode
-from octopus_trl.agent.feed import LAST_TURN
+from octopus_trl.agent.feed import LAST_TURN, WARNINGS
 from octopus_trl.agent.pool import ToolPool
 from octopus_trl.agent.thread import Thread
 from octopus_trl.agent.tools import Result, offered
@@ -55,7 +55,7 @@ class EpisodeRunner:
         self.engine = engine
         self.config = config = config or RolloutConfig()
         self._corpus = tools
-        self.tools = offered(primitives=config.tools_exposed, corpus=tools is not None)
+        self.tools = offered(primitives=config.primitives, corpus=tools is not None)
         self.chat = Chat(
             tokenizer,
             self.tools,
@@ -63,7 +63,7 @@ class EpisodeRunner:
             compact=config.compact_tools,
             template_kwargs=config.template_kwargs,
         )
-        for text in LAST_TURN.values():
+        for text in (WARNINGS if config.agent == "compact" else LAST_TURN).values():
             needed = len(self.chat.tool_ids([Result(text)], closed=False, thinking=True)) + 1
             if needed > config.reserve // 2:
                 raise ConfigError(

@@ -29,15 +29,16 @@ from octopus_trl.agent.analyzer import ANALYZER, analyze
 from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.paging import (
     Spans,
+    TextCutter,
     TokenEnds,
-    cut_snippet,
-    measure_name,
+    check_weights,
     split_pages,
     token_ends,
+    unknown_document,
     word_ends,
 )
 from octopus_trl.agent.postings import MAX_POSTINGS, Progress, write_postings
-from octopus_trl.errors import ConfigError, ToolError
+from octopus_trl.errors import ConfigError
 from octopus_trl.protocols import Page, SearchHit
 
 __all__ = ["Bm25Backend", "analyze", "index_path", "split_pages", "token_ends", "word_ends"]
@@ -54,9 +55,7 @@ class Bm25Backend:
     Args:
         corpus: the documents.
         k1, b: BM25's saturation and length weight; part of the fingerprint.
-        snippet_tokens: length of a hit's snippet, the head of the document; 0 for none.
-        page_tokens: most tokens of an opened page.
-        ends: measure of both lengths; `word_ends` counts words, `token_ends(tokenizer)` tokens.
+        snippet_tokens, page_tokens, ends: see `TextCutter`.
         index: scores that `load` has read; None builds them.
     Raises:
         ConfigError: a number is out of range.
@@ -73,15 +72,9 @@ class Bm25Backend:
         ends: TokenEnds = word_ends,
         index: bm25s.BM25 | None = None,
     ) -> None:
-        if not 0 <= k1 < float("inf") or not 0 <= b <= 1:
-            raise ConfigError(f"k1={k1}, b={b}: k1 must be finite and at least 0, b lie in [0, 1]")
-        if snippet_tokens < 0 or page_tokens < 1:
-            raise ConfigError(
-                f"snippet_tokens={snippet_tokens}, page_tokens={page_tokens}: a snippet has at "
-                "least 0 tokens and a page at least 1"
-            )
+        check_weights(k1, b)
         self.corpus, self.k1, self.b = corpus, float(k1), float(b)
-        self.snippet_tokens, self.page_tokens, self._ends = snippet_tokens, page_tokens, ends
+        self._cutter = TextCutter(snippet_tokens=snippet_tokens, page_tokens=page_tokens, ends=ends)
         self._index = index if index is not None else self._build()
         self._rank = np.empty(len(corpus), dtype=np.int64)
         self._rank[np.argsort(np.asarray(corpus.docids))] = np.arange(len(corpus))
@@ -145,14 +138,7 @@ class Bm25Backend:
         These are corpus bytes, analyzer, k1, b and scorer, which rank; and the lengths of snippets
         and pages with the tokenizer that measures them.
         """
-        return _hash(
-            {
-                **_identity(self.corpus, self.k1, self.b),
-                "snippet_tokens": self.snippet_tokens,
-                "page_tokens": self.page_tokens,
-                "measure": measure_name(self._ends),
-            }
-        )
+        return _hash({**_identity(self.corpus, self.k1, self.b), **self._cutter.identity})
 
     def search(self, query: str, k: int) -> list[SearchHit]:
         """Return at most `k` documents with a score above 0, best first, ties by docid."""
@@ -169,12 +155,8 @@ class Bm25Backend:
         """
         document = self.corpus.find(docid)
         if document is None:
-            raise ToolError(f"no document {docid!r}; open takes a docid that search returned")
-        pages = self._pages(docid)
-        if not 1 <= page <= len(pages):
-            raise ToolError(f"no page {page} of {docid}; its pages are 1 to {len(pages)}")
-        start, end = pages[page - 1]
-        return Page(docid, document.title, document.text[start:end], page, len(pages))
+            raise unknown_document(docid)
+        return self._cutter.page(docid, document.title, document.text, page, self._pages(docid))
 
     def _build(self) -> bm25s.BM25:
         with tempfile.TemporaryDirectory(prefix="octopus-bm25-") as folder:
@@ -195,12 +177,12 @@ class Bm25Backend:
         return tuple((int(row), float(scores[row])) for row in rows)
 
     def _cut_snippet(self, row: int) -> str:
-        return cut_snippet(self.corpus[row].text, self.snippet_tokens, self._ends)
+        return self._cutter.snippet(self.corpus[row].text)
 
     def _split(self, docid: str) -> Spans:
         document = self.corpus.find(docid)
         assert document is not None, "open looks the document up first"
-        return split_pages(document.text, self.page_tokens, self._ends)
+        return self._cutter.spans(document.text)
 
 
 def write_index(

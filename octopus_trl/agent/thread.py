@@ -36,10 +36,11 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Tool text that was given to the engine with a turn, and the mounts just before it."""
+    """Tool text that was given to the engine with a turn, and what the thread has read with it."""
 
     tokens: list[int]
     mounts: list[int] = field(default_factory=list)
+    pasted: list[int] = field(default_factory=list)
     time_s: float | None = None
 
 
@@ -51,8 +52,8 @@ class Agenda:
         calls: in order; a `ToolError` text stands for a call that was refused unread.
         launched: calls that run on the tool pool, by index.
         at: index of the first call that has not taken effect.
-        results, mounts, sources: what the tool segment will hold; `sources` are the threads to
-            mount, once each.
+        results, mounts, sources, pasted: what the tool segment will hold; `sources` are the
+            threads to mount, once each, `pasted` the segments whose text is in the results.
         rewind_to: snapshot to go back to.
         outcomes: one word a call for the record.
     """
@@ -64,6 +65,7 @@ class Agenda:
     results: list[Result] = field(default_factory=list)
     mounts: list[int] = field(default_factory=list)
     sources: dict[int, Thread] = field(default_factory=dict)
+    pasted: list[int] = field(default_factory=list)
     rewind_to: int | None = None
     outcomes: list[str] = field(default_factory=list)
 
@@ -73,7 +75,8 @@ class Thread:
     """A thread of an episode; `Episode` moves it, this class keeps its books.
 
     Attributes:
-        base_segment, base_tokens: where it was forked; `None` and 0 for the root.
+        base_segment, base_tokens: where it was forked, and how many tokens it began with that are
+            not its own; `None` and 0 for the root.
         live: its own segments on its live chain, all closed: what others may read.
         snapshots: index k is snapshot k, the end of its k-th turn on the live chain.
         num_turns: turns taken, those on left branches counted; orders effects and seeds draws.
@@ -82,7 +85,8 @@ class Thread:
             as a turn that ends before leaves the cursor without it.
         finished, read: a turn that ended and waits for its round, and what it says.
         waiting_for: threads that must end before its agenda goes on.
-        last_turn: None, or why the turn in flight is its last: "turns" or "tokens".
+        last_turn: None, or why the turn in flight is its last: "turns", "tokens", or "summary",
+            after which it goes on in a context of its own.
         origin, boundary: cursors at its fork and at its last closed turn, kept only where others
             may read it while it writes.
         fork_cursor: cursor without the mounts that its waiting turn has made, for later forks.
@@ -164,6 +168,11 @@ class Thread:
         snapshot = self.snapshots[turn]
         self.head, self.num_tokens = snapshot.segment, snapshot.num_tokens
         del self.live[snapshot.num_live :]
+
+    def leave_context(self) -> None:
+        """Forget the live chain; the thread goes on from a root of its own."""
+        self.head, self.num_tokens = None, 0
+        self.live, self.snapshots = [], []
 
     def record(self) -> ThreadRecord:
         """Give what the trace keeps of it."""

@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from octopus_trl.agent.thread import Thread, draw_seed
 from octopus_trl.errors import ClosedCursor, ConfigError, ToolError
 from octopus_trl.protocols import Finished, Page, SamplingParams, SearchHit
 
@@ -313,9 +314,7 @@ class Script:
 
     def __call__(self, chain: Callable[[], list[int]], sampling: SamplingParams) -> list[int]:
         text = self.tokenizer.decode(chain())
-        thread = 0
-        if "you are thread " in text:
-            thread = int(text.rsplit("you are thread ", 1)[1].split(";")[0])
+        thread = self._thread(text, sampling)
         turn = self.asked.get(thread, 0)
         self.asked[thread] = turn + 1
         self.contexts[thread, turn] = text
@@ -326,9 +325,33 @@ class Script:
         )
         return ids if words.endswith("<cut>") else [*ids, self.tokenizer.eos_token_id]
 
+    def _thread(self, text: str, sampling: SamplingParams) -> int:
+        if "you are thread " not in text:
+            return 0
+        return int(text.rsplit("you are thread ", 1)[1].split(";")[0])
+
     def reply(self, thread: int, turn: int) -> str:
         """Give the tool text that the thread saw just before its turn (from 0)."""
         return self.contexts[thread, turn].rsplit("<tool_response>", 1)[1]
+
+
+class Seeded(Script):
+    """A script that knows threads by the seed of their turn, as a chain may quote other threads."""
+
+    def __init__(
+        self, tokenizer: Any, turns: Mapping[int, Sequence[str]], prompt_id: str = "q"
+    ) -> None:
+        super().__init__(tokenizer, turns)
+        identity = {"seed": 0, "step": 0, "prompt_id": prompt_id, "rollout": 0}
+        self._threads = {
+            draw_seed(identity, Thread(thread, None, "", 0, num_turns=turn)): thread
+            for thread in range(8)
+            for turn in range(40)
+        }
+
+    def _thread(self, text: str, sampling: SamplingParams) -> int:
+        assert sampling.seed is not None
+        return self._threads[sampling.seed]
 
 
 class RandomPolicy:

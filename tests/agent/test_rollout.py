@@ -466,10 +466,13 @@ def test_a_prompt_is_named_by_its_id_or_by_its_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"exchange": "transcript"}, "exchange='transcript'"),
-        ({"exchange": "nope"}, "exchange='nope'"),
+        ({"exchange": "splice"}, "set exchange: mount"),
+        ({"exchange": "nope"}, "exchange='nope': must be one of mount, transcript, summary"),
         ({"position": "rerotate"}, "set position: jump"),
-        ({"agent": "flat"}, "set agent: tree"),
+        ({"position": "here"}, "position='here': must be one of jump"),
+        ({"agent": "team"}, "agent='team': must be one of tree, flat, compact"),
+        ({"agent": "flat", "exchange": "transcript"}, "one thread has no sibling to read"),
+        ({"agent": "compact", "exchange": "summary"}, "one thread has no sibling to read"),
         ({"window": 8}, "window=8"),
         ({"max_turns": 0}, "max_turns=0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
