@@ -82,7 +82,7 @@ class SearchServer(ThreadingHTTPServer):
                 if t[term]:
                     norm = k1 * (1 - b + b * t.total() / mean)
                     scores[docid] += idf * t[term] / (t[term] + norm)
-        ranked = sorted(scores, key=lambda d: (-round(scores[d], 5), d))[: body["size"]]
+        ranked = sorted(scores, key=lambda d: (-scores[d], d))[: body["size"]]
         return {
             "timed_out": False,
             "_shards": {"failed": 0},
