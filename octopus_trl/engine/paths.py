@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -17,6 +17,8 @@ from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.scheduler import Scheduler
 from octopus_trl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CPU_CHUNK, GPU_CHUNK = 512, 2048  # tokens of a prefill pass where nobody says
 
@@ -66,10 +68,10 @@ class Paths:
         except ConfigError as error:
             if fused:
                 raise ConfigError(f"fused=True: {error}") from None
-            warnings.warn(
-                f"{error}: the engine runs the model's own forward, which is slow on a GPU; "
-                "fused=False says that this is meant",
-                stacklevel=4,
+            logger.warning(
+                "%s: the engine runs the model's own forward, which is slow on a GPU; fused=False "
+                "says that this is meant",
+                error,
             )
         else:
             passes = self.passes

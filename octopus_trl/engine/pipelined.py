@@ -150,6 +150,7 @@ class PipelinedScheduler(Scheduler):
         width = self._runner.max_width
         for group, lo in enumerate(range(0, len(rows), width)):
             self._launch(rows[lo : lo + width], group)
+        self._runner.tree.states.tidy()
 
     def _room_for(self, turn: Turn) -> bool:
         growth = turn.growth

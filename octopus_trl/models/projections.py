@@ -93,6 +93,7 @@ class Projections:
         self._seen: int | None = None  # sum of the versions of what was copied
         self._shrink = select("lora_shrink", self._device)
         self._expand = select("lora_expand", self._device)
+        self._product = select("skinny_linear", self._device)
         if share and not self._merge:
             self._fused = _adjoin([linear.weight for linear in self._linears], self._rows_of_a)
         if self._rank:
@@ -106,17 +107,20 @@ class Projections:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply; [R, width], perhaps a view whose rows lie further apart."""
         if self._fused is not None:
-            y = F.linear(x, self._fused, self._bias)
+            y = self._multiply(x, self._fused, self._bias)
             if not self._rank:
                 return y
             y, h = y[:, : self.width], y[:, self.width :]
         else:
-            outs = [F.linear(x, linear.weight, linear.bias) for linear in self._linears]
+            outs = [self._multiply(x, linear.weight, linear.bias) for linear in self._linears]
             y = outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
             if not self._rank:
                 return y
             h = self._shrink(x, a=self._a)
         return self._expand(y, h=h, b=self._b, starts=self._starts)
+
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product(x, weight=weight) if bias is None else F.linear(x, weight, bias)
 
     def signature(self) -> list[int]:
         """List the addresses that a captured product reads; it is void when one changes."""

@@ -287,6 +287,36 @@ def test_a_failing_step_takes_its_growth_back(
     assert again == want
 
 
+def test_a_short_text_goes_with_the_steps_of_the_others_and_a_long_one_in_a_pass(
+    hybrid: Any, fused: Any
+) -> None:
+    plain, engine = small_engine(hybrid), fused(hybrid)
+    results = []
+    for each in (plain, engine):
+        root = each.open(tokens(9))
+        cursors = [each.fork(root) for _ in range(7)]
+        params = SamplingParams(seed=5, max_tokens=40)
+        for cursor in cursors[2:]:
+            each.submit(cursor, [], params, until=())
+        for _ in range(3):
+            each.step()
+        before = each.stats()["prefill_passes"]
+        each.submit(cursors[0], tokens(4, 1), params, until=())
+        for _ in range(8):
+            each.step()
+        short = each.stats()["prefill_passes"] - before
+        each.submit(cursors[1], tokens(30, 2), params, until=())
+        while each.has_work:
+            each.step()
+        each.check_integrity()
+        long = each.stats()["prefill_passes"] - before - short
+        results.append((short, long, [each.logits(cursor) for cursor in cursors]))
+    assert results[0][:2] == (1, 1)
+    assert results[1][:2] == (0, 1)
+    for ours, want in zip(results[1][2], results[0][2], strict=True):
+        torch.testing.assert_close(ours, want, atol=1e-4, rtol=0)
+
+
 def test_more_turns_than_a_step_has_rows_run_in_several_steps(model: Any, fused: Any) -> None:
     params = [SamplingParams(seed=seed, max_tokens=4 + seed % 3) for seed in range(9)]
 
