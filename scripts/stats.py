@@ -29,6 +29,8 @@ ROWS = {
     "rewinds": ("rewinds an episode", "{:.2f}"),
     "rewinds_by_children": ("  by children", "{:.1%}"),
     "mounts": ("mounts an episode", "{:.2f}"),
+    "mounts_ahead": ("  of threads that are ahead", "{:.1%}"),
+    "owned": ("sampled tokens an episode", "{:,.0f}"),
     "active_prompt": ("active prompt a turn, tokens", "{:,.0f}"),
     "explored": ("explored tokens an episode", "{:,.0f}"),
     "surviving": ("  surviving rewinds", "{:,.0f}"),

@@ -28,7 +28,8 @@ class EpisodeFigures:
     Attributes:
         forked_first: see `forks_on_first_turn`.
         reads, child_reads, rewinds, child_rewinds: see `work_of_children`.
-        mounts: see `num_mounts`.
+        owned: sampled tokens of the tree, left branches counted (the Z of the paper's 1/Z).
+        mounts, mounts_ahead: see `count_mounts`.
         prompts: see `active_prompts`.
         explored, surviving: see `explored_tokens`.
         critical: see `critical_path`; `explored` is its serial length.
@@ -42,7 +43,9 @@ class EpisodeFigures:
     child_reads: int
     rewinds: int
     child_rewinds: int
+    owned: int
     mounts: int
+    mounts_ahead: int
     prompts: list[int]
     explored: int
     surviving: int
@@ -58,7 +61,8 @@ def figures_of(trace: Trace) -> EpisodeFigures:
         trace.reward,
         forks_on_first_turn(trace),
         *work_of_children(trace),
-        num_mounts(trace),
+        trace.num_owned,
+        *count_mounts(trace),
         active_prompts(trace),
         *explored_tokens(trace),
         critical_path(trace),
@@ -111,16 +115,27 @@ def work_of_children(trace: Trace) -> tuple[int, int, int, int]:
     return reads, child_reads, rewinds, child_rewinds
 
 
-def num_mounts(trace: Trace) -> int:
-    """Count the mounts: pairs of a segment and a thread whose segments became readable before it.
+def count_mounts(trace: Trace) -> tuple[int, int]:
+    """Count the mounts, and those whose source ends past the reader's next position.
 
-    That is one a `read_thread` that found something new and whose text was given to the reader; a
-    read that a rewind or the end of the episode overtook is none.
+    A mount is a pair of a segment and a thread whose segments became readable before it: one a
+    `read_thread` that found something new and whose text was given to the reader; a read that a
+    rewind or the end of the episode overtook is none. A source is ahead where a segment of the span
+    ends past the end of the reader's parent segment, so that Eq. 2 makes the reader jump.
+
+    Returns:
+        mounts, mounts of sources that are ahead.
     """
-    return sum(
-        len({trace.segments[mount].thread for mount in segment.mounts})
-        for segment in trace.segments
-    )
+    num = ahead = 0
+    for segment in trace.segments:
+        here = 0 if segment.parent is None else trace.segments[segment.parent].end
+        ends: dict[int, int] = {}
+        for mount in segment.mounts:
+            source = trace.segments[mount]
+            ends[source.thread] = max(ends.get(source.thread, 0), source.end)
+        num += len(ends)
+        ahead += sum(end > here for end in ends.values())
+    return num, ahead
 
 
 def active_prompts(trace: Trace) -> list[int]:
@@ -246,7 +261,7 @@ def length_class(num_tokens: int) -> int:
 def statistics_of(traces: Iterable[Trace]) -> dict[str, Any]:
     """Reduce episodes to the table of the paper's behaviour section.
 
-    Shares of reads and rewinds are over all episodes together; lengths, mounts and recall are means
+    Shares are over all episodes together; lengths, mounts and recall are means
     an episode, `active_prompt` a mean a turn. `parallelism` is the sum of serial lengths over
     the sum of critical paths.
 
@@ -268,6 +283,9 @@ def statistics_of(traces: Iterable[Trace]) -> dict[str, Any]:
         "rewinds": sum(one.rewinds for one in figures) / num,
         "rewinds_by_children": _share(figures, "child_rewinds", "rewinds"),
         "mounts": sum(one.mounts for one in figures) / num,
+        "mounts_ahead": _share(figures, "mounts_ahead", "mounts"),
+        "owned": sum(one.owned for one in figures) / num,
+        "owned_range": [min(one.owned for one in figures), max(one.owned for one in figures)],
         "active_prompt": sum(prompts) / len(prompts) if prompts else None,
         "explored": explored / num,
         "surviving": sum(one.surviving for one in figures) / num,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.eval.trace_statistics import num_mounts
+from octopus_trl.eval.trace_statistics import count_mounts
 from octopus_trl.report.lanes import Lanes, lay_out
 from octopus_trl.trace import Trace
 
@@ -144,7 +144,7 @@ def _head(trace: Trace, lanes: Lanes, page_size: int) -> str:
         "threads": len(trace.threads),
         "tokens": f"{sum(lengths):,}",
         "sampled": f"{trace.num_owned:,}",
-        "mounts": num_mounts(trace),
+        "mounts": count_mounts(trace)[0],
         "rewound tokens": f"{sum(lengths[segment] for segment in lanes.rewound):,}",
         f"KV pages of {page_size} that threads share": f"{sum(shared) // page_size:,}",
         "exchange": f"{trace.exchange}, {trace.position}",

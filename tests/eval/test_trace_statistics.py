@@ -13,6 +13,7 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.trace_statistics import (
     accuracy_by,
     active_prompts,
+    count_mounts,
     critical_path,
     explored_tokens,
     figures_of,
@@ -20,7 +21,6 @@ from octopus_trl.eval.trace_statistics import (
     gold_recall,
     left_segments,
     length_class,
-    num_mounts,
     rewound_segments,
     statistics_of,
     work_of_children,
@@ -87,7 +87,14 @@ def test_work_is_counted_once_carried_out_and_by_who_did_it() -> None:
 
 
 def test_a_mount_is_a_reader_and_a_thread_not_a_segment() -> None:
-    assert num_mounts(episode()) == 2
+    # The root's second turn ends at 110; thread 1 ends at 133, thread 2 at 126.
+    assert count_mounts(episode()) == (2, 2)
+    behind = episode()
+    behind.segments[8].parent = 7
+    behind.segments[8].mounts = [2, 3]
+    assert count_mounts(behind.place()) == (1, 1)
+    behind.segments[6].tokens = [1] * 70
+    assert count_mounts(behind.place()) == (1, 0)
 
 
 def test_a_turn_sees_its_chain_and_its_mounts_and_not_the_left_branch() -> None:
