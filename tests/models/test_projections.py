@@ -184,3 +184,17 @@ def test_other_kinds_of_layers_are_named_in_the_error() -> None:
     model = get_peft_model(tiny_dense(), LoraConfig(target_modules=["q_proj"], use_dora=True))
     with pytest.raises(ConfigError, match=r"q_proj: adapter 'default' is no plain LoRA"):
         Projections(layers(model))
+
+
+def test_a_saved_checkpoint_is_whole_and_loads_elsewhere(tmp_path: Any) -> None:
+    model = tiny_dense()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for index in range(2):
+        Projections(layers(model, index))
+    model.save_pretrained(tmp_path / "stock")
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    loaded = type(model).from_pretrained(tmp_path / "stock")
+    state = torch.load(tmp_path / "plain.pt", weights_only=True)
+    for name, value in before.items():
+        assert torch.equal(loaded.get_parameter(name), value)
+        assert torch.equal(state[name], value)
