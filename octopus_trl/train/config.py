@@ -57,8 +57,14 @@ class OctopusGRPOConfig(GRPOConfig):
     )
 
     # Agent: the names of `RolloutConfig`, which checks them.
-    agent: str = own("tree", "Shape of an episode: `tree` is threads that fork.")
-    exchange: str = own("mount", "How findings travel between threads.")
+    agent: str = own(
+        "tree",
+        "Shape of an episode: `tree` is threads that fork, `flat` one thread, `compact` one that "
+        "sums up and starts anew when its window is full.",
+    )
+    exchange: str = own(
+        "mount", "How findings travel between threads: `mount`, `transcript` or `summary`."
+    )
     position: str = own("jump", "Where a reader goes on after a mount.", "-", "Eq. 2")
     mount_layers: str = own(
         "attention",

@@ -113,6 +113,11 @@ def _check_pairs(config: OctopusGRPOConfig) -> None:
         )
     if config.credit == "outcome":
         return
+    if config.agent != "tree":
+        raise ConfigError(
+            f"credit={config.credit!r} with agent={config.agent!r}: one thread has no branches; "
+            "set agent: tree or credit: outcome"
+        )
     if config.exchange != "mount":
         raise ConfigError(
             f"credit={config.credit!r} with exchange={config.exchange!r}: a branch is left out by "

@@ -274,15 +274,24 @@ def logical_tokens(trace: Trace) -> int:
 
 
 def rewound_segments(trace: Trace) -> set[int]:
-    """List the segments that their own thread has left by a rewind."""
+    """List the segments that their own thread has left by a rewind.
+
+    A context that a thread left for a new root was not rewound: its last segment is a head too.
+    """
+    root_of: list[int] = []
+    tips: dict[tuple[int, int], int] = {}  # thread and root -> the end of its chain there
+    for segment in trace.segments:
+        root_of.append(segment.id if segment.parent is None else root_of[segment.parent])
+        tips[segment.thread, root_of[-1]] = segment.id
+    heads = {thread.id: thread.head for thread in trace.threads if thread.head is not None}
+    tips |= {(thread, root_of[head]): head for thread, head in heads.items()}
     live: dict[int, set[int]] = {}
-    for thread in trace.threads:
-        if thread.head is not None:
-            live[thread.id] = {*dag.ancestors(trace.parents, thread.head), thread.head}
+    for (thread, _), tip in tips.items():
+        live.setdefault(thread, set()).update([*dag.ancestors(trace.parents, tip), tip])
     return {
         segment.id
         for segment in trace.segments
-        if segment.thread in live and segment.id not in live[segment.thread]
+        if segment.thread in heads and segment.id not in live[segment.thread]
     }
 
 
