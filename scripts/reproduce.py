@@ -1,0 +1,130 @@
+"""Run what this machine can of the paper's claims and print ours beside the paper's.
+
+    python scripts/reproduce.py --claim kl-live
+    python scripts/reproduce.py --table storage --scale small
+    python scripts/reproduce.py --all --scale small --output runs/claims
+    python scripts/reproduce.py --write    README block and docs/claims.md from data/claims.yaml
+
+`--scale small` runs the stand-ins that a CPU can do; `--scale full` prints the command, recipe and
+hardware of the paper's own setting, which is started by hand. Exit codes: 0 everything asked for
+ran or says why it does not; 1 a command failed; 2 a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.eval.claims import (
+    SCALES,
+    TABLES,
+    Claim,
+    document,
+    load_claims,
+    readme_block,
+    with_block,
+)
+from octopus_trl.eval.reproduction import Reproduction
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--claim", nargs="+", help="ids of data/claims.yaml")
+    what.add_argument("--table", choices=TABLES)
+    what.add_argument("--all", action="store_true")
+    what.add_argument("--write", action="store_true", help="README block and docs/claims.md")
+    parser.add_argument("--scale", choices=SCALES, default="small")
+    parser.add_argument("--claims", type=Path, default=ROOT / "data" / "claims.yaml")
+    parser.add_argument("--output", type=Path, help="folder of the runs; runs/claims-DATE if not")
+    asked = parser.parse_args()
+    claims = load_claims(asked.claims)
+    if asked.write:
+        write(claims)
+        return 0
+    chosen = pick(claims, asked.claim, asked.table)
+    stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    folder = (asked.output or ROOT / "runs" / f"claims-{stamp}").resolve()
+    failed = False
+    rows = []
+    runs = Reproduction(ROOT, folder)
+    for claim in chosen:
+        ours, state = take(claim, asked.scale, runs)
+        failed |= state == "failed"
+        rows.append({"id": claim.id, "paper": claim.paper, "ours": ours, "state": state})
+        print(f"{claim.id}: {ours}", file=sys.stderr, flush=True)
+    Console(highlight=False).print(table_of(chosen, rows))
+    if runs.done or runs.failed:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "claims.jsonl").write_text(text, encoding="utf-8")
+        print(f"runs and claims.jsonl in {folder}")
+    return int(failed)
+
+
+def pick(claims: Sequence[Claim], ids: Sequence[str] | None, table: str | None) -> list[Claim]:
+    """Give the claims that were asked for, in the order of the file.
+
+    Raises:
+        ConfigError: an id is unknown.
+    """
+    known = [claim.id for claim in claims]
+    if unknown := [name for name in ids or () if name not in known]:
+        raise ConfigError(f"--claim {unknown}: not in data/claims.yaml, which has {known}")
+    return [
+        claim
+        for claim in claims
+        if (ids is None or claim.id in ids) and (table is None or claim.table == table)
+    ]
+
+
+def take(claim: Claim, scale: str, runs: Reproduction) -> tuple[str, str]:
+    """Run a claim where that can be done here; gives the figure or the reason, and the state."""
+    if scale == "full":
+        text = f"{claim.command or 'no command'} on {claim.hardware}"
+        return (f"{text}, recipe {claim.recipe}" if claim.recipe else text), "command"
+    if claim.small is None:
+        return f"no small stand-in: {claim.not_run or claim.command}", "not run"
+    try:
+        return runs.figure(claim.small), "small"
+    except ConfigError as error:
+        return str(error), "failed"
+
+
+def table_of(claims: Sequence[Claim], rows: Sequence[dict[str, str | None]]) -> Table:
+    """Lay paper, record and this run side by side."""
+    table = Table(title="claims")
+    for name in ("claim", "paper", "on record", "this run", ""):
+        table.add_column(name)
+    for claim, row in zip(claims, rows, strict=True):
+        kept = "–" if claim.measured is None else f"{claim.measured.value} ({claim.measured.scale})"
+        label = f"{claim.id}: {claim.claim}"
+        table.add_row(label, claim.paper or "–", kept, str(row["ours"]), str(row["state"]))
+    return table
+
+
+def write(claims: Sequence[Claim]) -> None:
+    """Write the README's block and the page of all claims."""
+    readme = ROOT / "README.md"
+    text = with_block(readme.read_text(encoding="utf-8"), readme_block(claims))
+    readme.write_text(text, encoding="utf-8")
+    (ROOT / "docs" / "claims.md").write_text(document(claims), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except OctopusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
