@@ -15,6 +15,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 
+import torch
+
+# Triton chooses its interpreter when a kernel is defined, so before any test module loads one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow too")
@@ -33,8 +39,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     if not wanted:
         return
-    import torch
-
     found = torch.cuda.device_count()
     for item, needed in wanted:
         # Kernel packages warn while they compile, each release about something else.

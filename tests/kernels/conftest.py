@@ -1,18 +1,12 @@
 """Triton kernels run compiled where there is a CUDA device, and in Triton's interpreter elsewhere.
 
-The interpreter is chosen when a kernel is defined, so the choice is made here, while tests are
-collected and before any of them loads a module of kernels.
+`tests/conftest.py` chooses.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
