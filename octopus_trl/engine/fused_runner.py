@@ -78,8 +78,8 @@ class FusedPasses:
 
     def refresh(self, *, force: bool = False) -> None:
         """See what changed in the weights or in the pools' addresses."""
-        self.model.refresh(force=force)
-        self.steps.check()
+        if self.model.refresh(force=force):
+            self.steps.check()
 
     def forget(self) -> None:
         """Trust nothing of what was sent: a pass failed, or the pools are new."""

@@ -105,6 +105,7 @@ class DecodeSteps:
         self._pool: Any = None
         self._side: Any = None
         self._signature: tuple[int, ...] = ()
+        self._tables: Any = None
 
     def width(self, rows: int) -> int:
         """Give the least width that holds some rows."""
@@ -112,7 +113,7 @@ class DecodeSteps:
 
     def check(self) -> None:
         """Forget captured steps that read addresses of before."""
-        signature = self._fused.signature()
+        signature, self._tables = self._fused.signature(), self._fused.tables
         if signature != self._signature:
             self._graphs.clear()
             self._signature = signature
@@ -154,7 +155,8 @@ class DecodeSteps:
         arrays = self._begin(rows, indices, width)
         growths = [row.growth for row in rows]
         positions = [growth.position for growth in growths]
-        if self._fused.cover(max(positions)):
+        self._fused.cover(max(positions))
+        if self._fused.tables is not self._tables:  # a prefill may have moved them too
             self.check()
         for name, values, padding in (
             ("given", given, 0),

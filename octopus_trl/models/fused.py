@@ -96,6 +96,8 @@ class FusedModel:
     Args:
         merge: run LoRA adapters merged, in a copy of the weights that `release` frees.
         share: see `Projections`.
+    Attributes:
+        tables: cosines and sines over positions; `cover` makes others.
     Raises:
         ConfigError: a module is of a kind that the pass does not know; the message names it.
     """
@@ -108,9 +110,10 @@ class FusedModel:
         self._ops: dict[str, Callable[..., Any]] = {
             name: select(name, memory.device) for name in OPERATIONS
         }
-        self._tables: tuple[Tensor, Tensor] | None = None
-        self._sources: list[tuple[Any, str]] = []
+        self.tables: tuple[Tensor, Tensor] | None = None
+        self._sources: list[tuple[dict[str, Any], str, Any]] = []
         self._structure: list[Any] = []
+        self._last: list[Any] = []
         self._blocks: list[_Block] = []
         self._build()
 
@@ -142,39 +145,45 @@ class FusedModel:
         memory = self.memory
         pools = [*memory.keys.values(), *memory.values.values()]
         pools += [*memory.tails.values(), *memory.states.values()]
-        addresses = [tensor.data_ptr() for tensor in [*pools, *(self._tables or ())]]
+        addresses = [tensor.data_ptr() for tensor in [*pools, *(self.tables or ())]]
         for projections in self._projections():
             addresses += projections.signature()
         return (*addresses, self._embedding.data_ptr())
 
-    def cover(self, position: int) -> bool:
-        """Make the rotary tables reach a position; returns whether they moved."""
-        size = 0 if self._tables is None else len(self._tables[0])
+    def cover(self, position: int) -> None:
+        """Make the rotary tables reach a position."""
+        size = 0 if self.tables is None else len(self.tables[0])
         if position < size:
-            return False
+            return
         while size <= position:
             size = max(2 * size, POSITIONS)
         rotary = unwrap(self._model).model.rotary_emb
-        self._tables = self._ops["rotary_tables"](
+        self.tables = self._ops["rotary_tables"](
             size,
             inv_freq=rotary.inv_freq.to(self.memory.device),
             scaling=float(rotary.attention_scaling),
             dtype=self._embedding.dtype,
         )
-        return True
 
-    def refresh(self, *, force: bool = False) -> None:
+    def refresh(self, *, force: bool = False) -> bool:
         """See what changed in the weights: adapters that were trained, added, merged or switched
         off, weights that were moved. A captured pass stays valid while `signature` is the same.
 
         Args:
             force: copy adapters and merged weights again even where no change shows.
+        Returns:
+            Whether anything was looked at again.
         """
+        seen = self._look()
+        if not force and seen == self._last:
+            return False
         moved = not all(projections.holds() for projections in self._projections())
-        if moved or self._structure != self._look():
+        if moved or self._structure != self._take_apart():
             self._build()
         for projections in self._projections():
             projections.refresh(force=force)
+        self._last = self._look()
+        return True
 
     def release(self) -> None:
         """Free copies that `refresh` makes again."""
@@ -209,13 +218,24 @@ class FusedModel:
         self._head = self._group(causal_lm, ["lm_head"])
         self._last_norm = _norm_of(inner.norm)
         self._blocks = [self._block(index, layer) for index, layer in enumerate(inner.layers)]
-        self._structure = self._look()
+        groups = self._projections()
+        self._weights = [weight for group in groups for weight in group.weights()]
+        self._copied = [tensor for group in groups for tensor in group.copied()]
+        self._structure, self._last = self._take_apart(), self._look()
 
     def _look(self) -> list[Any]:
+        """Tell cheaply which layers and adapters are in force, where they lie, and their age."""
+        return [
+            [(id(parts[name]), _in_force(module)) for parts, name, module in self._sources],
+            [weight.data_ptr() for weight in self._weights],
+            sum(tensor._version for tensor in self._copied),
+        ]
+
+    def _take_apart(self) -> list[Any]:
         """Tell which layers and adapters are in force, by identity."""
         found = []
-        for owner, name in self._sources:
-            linear, adapters = plain_linear(getattr(owner, name), name)
+        for parts, name, _ in self._sources:
+            linear, adapters = plain_linear(parts[name], name)
             found.append((id(linear), [(id(a.a), id(a.b), a.scale) for a in adapters]))
         return found
 
@@ -243,7 +263,7 @@ class FusedModel:
         )
 
     def _group(self, module: Any, names: Sequence[str]) -> Projections:
-        self._sources += [(module, name) for name in names]
+        self._sources += [(module._modules, name, getattr(module, name)) for name in names]
         layers = [(name, getattr(module, name)) for name in names]
         return Projections(layers, share=self._share, merge=self._merge)
 
@@ -258,7 +278,7 @@ class FusedModel:
 
     def _attention(self, block: _Block, x: Tensor, rows: TokenRows) -> Tensor:
         layer, q_norm, k_norm = block.index, block.q_norm, block.k_norm
-        assert q_norm is not None and k_norm is not None and self._tables is not None  # noqa: PT018
+        assert q_norm is not None and k_norm is not None and self.tables is not None  # noqa: PT018
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         qkv = block.project_in(x)
         heads = self.spec.num_heads * self.spec.head_dim
@@ -270,8 +290,8 @@ class FusedModel:
             eps=q_norm.eps,
             zero_centered=q_norm.zero_centered,
             gated=gated,
-            cos=self._tables[0],
-            sin=self._tables[1],
+            cos=self.tables[0],
+            sin=self.tables[1],
             positions=rows.positions,
             keys=keys,
             values=values,
@@ -339,3 +359,12 @@ def _norm_of(module: Any) -> _Norm:
     if type(module) is Qwen3RMSNorm:
         return _Norm(module.weight, module.variance_epsilon, False)
     raise ConfigError(f"a norm is a {type(module).__name__}, not one of Qwen3 or Qwen3.5")
+
+
+def _in_force(module: Any) -> Any:
+    """Tell which adapters of a projection are in force, by name."""
+    if type(module) is nn.Linear:
+        return None
+    if hasattr(module, "lora_A"):
+        return module.disable_adapters, module.merged, tuple(module.active_adapters)
+    return getattr(module, "active_adapter", None)

@@ -130,6 +130,16 @@ class Projections:
             *(linear.weight.data_ptr() for linear in self._linears),
         ]
 
+    def copied(self) -> list[Tensor]:
+        """List the parameters that `refresh` copies."""
+        copied = [t for adapters in self._adapters for a in adapters for t in (a.a, a.b)]
+        copied += [linear.bias for linear in self._linears if linear.bias is not None]
+        return copied + (self.weights() if self._merge else [])
+
+    def weights(self) -> list[Tensor]:
+        """List the weights of the layers."""
+        return [linear.weight for linear in self._linears]
+
     def holds(self) -> bool:
         """Whether the weights still lie where they were put."""
         if self._fused is None or self._merge:
@@ -143,11 +153,7 @@ class Projections:
     @torch.no_grad()
     def refresh(self, *, force: bool = False) -> None:
         """Copy adapters, biases or merged weights again if they changed, to the same addresses."""
-        copied = [t for adapters in self._adapters for a in adapters for t in (a.a, a.b)]
-        copied += [linear.bias for linear in self._linears if linear.bias is not None]
-        if self._merge:
-            copied += [linear.weight for linear in self._linears]
-        seen = sum(tensor._version for tensor in copied)
+        seen = sum(tensor._version for tensor in self.copied())
         if seen == self._seen and not force:
             return
         self._seen = seen

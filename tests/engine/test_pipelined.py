@@ -365,3 +365,45 @@ def test_a_model_without_fused_passes_is_refused_where_they_are_asked_for() -> N
     model.model.layers[0].mlp.down_proj.__class__ = type("Quantised", (torch.nn.Linear,), {})
     with pytest.raises(ConfigError, match=r"fused=True: down_proj is a Quantised"):
         small_engine(model, fused=True)
+
+
+def test_adapters_that_are_added_switched_off_or_merged_are_seen() -> None:
+    from peft import LoraConfig
+
+    model = prepare_model(with_lora(tiny_hybrid()))
+    engine, plain = small_engine(model, fused=True), small_engine(model, fused=False)
+
+    def same(version: int) -> torch.Tensor:
+        found = []
+        for each in (engine, plain):
+            each.set_policy_version(version)
+            found.append(each.logits(each.open(tokens(20))))
+        torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
+        return found[0]
+
+    first = same(1)
+    with model.disable_adapter():
+        off = same(2)
+    config = LoraConfig(r=5, target_modules=["down_proj", "in_proj_z"], init_lora_weights=False)
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    other = same(3)
+    model.set_adapter("default")
+    assert torch.allclose(same(4), first)
+    model.merge_adapter()
+    torch.testing.assert_close(same(5), first, atol=1e-4, rtol=0)
+    model.unmerge_adapter()
+    assert (first - off).abs().max() > 0.1
+    assert (first - other).abs().max() > 0.1
+
+
+def test_a_switched_adapter_is_seen_without_a_new_policy_version() -> None:
+    model = prepare_model(with_lora(tiny_hybrid()))
+    engine = small_engine(model, fused=True)
+    cursor = engine.open(tokens(20))
+    first = engine.logits(engine.extend(engine.fork(cursor), [1, 2]))
+    with model.disable_adapter():
+        off = engine.logits(engine.extend(engine.fork(cursor), [1, 2]))
+    assert (first - off).abs().max() > 0.1
+    again = engine.logits(engine.extend(engine.fork(cursor), [1, 2]))
+    assert torch.equal(first, again)
