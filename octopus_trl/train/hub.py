@@ -102,6 +102,8 @@ class HubPush:
             _link(file, staged / file.name)
         card = Path(self.args.output_dir) / CARD
         if card.is_file():  # copied, as the next checkpoint writes it again in place
+            # Never through the link: that would change the checkpoint's own card.
+            (staged / CARD).unlink(missing_ok=True)
             shutil.copyfile(card, staged / CARD)
         self._pusher = self._pusher or ThreadPoolExecutor(1, thread_name_prefix="push")
         self._pushing = self._pusher.submit(

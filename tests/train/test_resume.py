@@ -142,18 +142,14 @@ def test_the_first_signal_saves_and_stops_and_the_second_is_not_held_back(tmp_pa
     assert signal.getsignal(signal.SIGINT) is standing
 
 
-def test_a_failed_push_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_failed_push_ends_no_run_and_leaves_the_checkpoint_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = make_trainer(tmp_path, None, asked_rows(4), **{**RUN, "max_steps": 1})
-
-    def refuse(folder: str) -> None:
-        raise ConnectionError(f"no hub for {Path(folder).name}")
-
-    monkeypatch.setattr(trainer, "_push_from_checkpoint", refuse)
-    trainer.args.push_to_hub = True
-    monkeypatch.setattr(trainer, "init_hf_repo", lambda *args, **kwargs: None)
+    run = {**RUN, "max_steps": 1, "push_attempts": 2, "push_wait_s": 0.0}
+    trainer = make_trainer(tmp_path, None, asked_rows(4), **run)
+    trainer.args.push_to_hub = True  # the tests are offline, so every attempt fails
     with replayed():
         trainer.train()
+    trainer._finish_current_push()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
-    assert "push of checkpoint-1 failed, the run goes on" in capfd.readouterr().err
+    assert "step 1), the run goes on" in capfd.readouterr().err
