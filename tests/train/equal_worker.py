@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,31 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from tests.train.forks import DEEPSPEED, MODES, Collectives, fork_ranks
-from tests.train.runs import asked_rows, make_trainer, replayed
+from tests.tiny import SHORT_LENGTHS
+from tests.train.forks import Collectives, fork_ranks
+from tests.train.runs import adapter, asked_rows, make_trainer, replayed, trained
 
 RANKS = 3
 # One question a rank: few tokens, many tokens, none.
-SIZES = (2, 15, 0)
+SIZES = (4, 9, 0)
 STEPS = 3
 SETTINGS: dict[str, Any] = {
     "max_steps": STEPS,
     "num_generations": 3,
-    "max_row_tokens": 430,
+    "max_row_tokens": 60,
     "max_grad_norm": 1.0,
     "shuffle_dataset": False,
-    "learning_rate": 1e-3,
+    "learning_rate": 1e-4,
+}
+# Ranks, mode, sizes, settings. The accumulated ones: the first rank never has a token.
+CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
+    "one": (1, "one", SIZES, {}),
+    **{mode: (RANKS, mode, SIZES, {}) for mode in ("ddp", "zero1", "zero2", "zero3")},
+    "four questions": (1, "one", (0, 0, 9, 4), {"max_steps": 1}),
+    "accumulated": (2, "ddp", (0, 0, 9, 4), {"max_steps": 1, "gradient_accumulation_steps": 2}),
 }
 CHECKPOINTED = ("zero2", "zero3")  # these run with gradient checkpointing on
+TARGETS = ("q_proj", "in_proj_qkv", "out_proj", "down_proj")  # each costs ZeRO-3 its collectives
 
 
 class Keep(TrainerCallback):
@@ -93,16 +101,19 @@ def run(
         sizes: for each question, the segments of its episodes; each rank gets as many questions.
     """
     keep, rows, listed = Keep(), [], Collectives()
+    accumulated = settings.get("gradient_accumulation_steps", 1)
     trainer = make_trainer(
         folder / "run",
         None,
         asked_rows(len(sizes)),
+        peft_config=adapter(target_modules=list(TARGETS)),
         callbacks=[keep],
-        per_device_train_batch_size=3 * len(sizes) // world,
+        per_device_train_batch_size=3 * len(sizes) // (world * accumulated),
         gradient_checkpointing=mode in CHECKPOINTED,
         **{**SETTINGS, **settings},
     )
     keep.trainer = trainer
+    start = trained(trainer)
     pack, update = trainer._rows, trainer.training_step
 
     def pack_and_keep(*given: Any) -> Any:
@@ -116,12 +127,13 @@ def run(
 
     for name, method in (("_rows", pack_and_keep), ("training_step", update_and_list)):
         setattr(trainer, name, method)
-    with replayed(sizes=sizes):
+    with replayed(sizes=sizes, lengths=SHORT_LENGTHS):
         trainer.train()
     wrapped = trainer.model_wrapped
     found = {
         "device": str(trainer.accelerator.device),
         "backend": torch.distributed.get_backend() if world > 1 else None,
+        "start": start,
         "gradient": {name: part.cpu() for name, part in keep.gradient.items()},
         "parameters": {
             name: full_parameter(parameter).cpu()
@@ -134,28 +146,20 @@ def run(
         "wrapped": type(wrapped).__name__,
         "optimizer": type(getattr(wrapped, "optimizer", None)).__name__,
         "global_steps": getattr(wrapped, "global_steps", None),
-        "reentrant": (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"),
+        "checkpointed": trainer.args.gradient_checkpointing,
     }
     torch.save(found, folder / f"found_{rank}.pt")
 
 
-def main(out: Path, *modes: str) -> None:
-    """Run the asked modes, or every one that this machine can."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if DEEPSPEED:
-        import deepspeed  # noqa: F401 - once, before the forks
-    for mode in modes or ("one", *MODES):
-        world = 1 if mode == "one" else RANKS
-        folder = out / mode
+def main(out: Path, *cases: str) -> None:
+    """Run the asked cases, each in the folder of its name."""
+    for case in cases:
+        world, mode, sizes, settings = CASES[case]
+        folder = out / case
 
-        def call(rank: int, mode: str = mode, world: int = world, folder: Path = folder) -> None:
-            run(folder, mode, rank, world)
+        def call(rank: int, world: int = world, mode: str = mode, folder: Path = folder) -> None:
+            run(folder, mode, rank, world, sizes=sizes, **settings)  # noqa: B023 - forked at once
 
         codes = fork_ranks(world, mode, folder, call)
         if any(codes):
-            sys.exit(f"{mode}: ranks ended with {codes}; see {folder}/rank_N.log")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+            sys.exit(f"{case}: ranks ended with {codes}; see {folder}/rank_N.log")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from octopus_trl.train import ranks
+from tests.tiny import SHORT_LENGTHS
 from tests.train.forks import fork_ranks
 from tests.train.runs import alternating, asked_rows, make_trainer, replayed
 
@@ -27,6 +24,7 @@ class Broken(Exception):
 
 def run(folder: Path, case: str, rank: int) -> None:
     """Train, and break on rank 1."""
+    ranks.GRACE_S = 1.0
 
     def judge(completions: Any, **kwargs: Any) -> Any:
         if case == "reward" and rank == 1:
@@ -46,7 +44,7 @@ def run(folder: Path, case: str, rank: int) -> None:
         if case == "drawing":
             trainer.train()
         else:
-            with replayed(sizes=(3,)):
+            with replayed(sizes=(4,), lengths=SHORT_LENGTHS):
                 trainer.train()
     finally:
         if rank == 1 and CASES[case]:
@@ -54,10 +52,7 @@ def run(folder: Path, case: str, rank: int) -> None:
 
 
 def main(out: Path) -> None:
-    """Run every case and note how its ranks ended, and after how many seconds."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    ranks.GRACE_S = 1.0
+    """Run every case and note how its ranks ended."""
     ends = {}
     for case in CASES:
         folder = out / case
@@ -67,7 +62,3 @@ def main(out: Path) -> None:
 
         ends[case] = fork_ranks(2, "ddp", folder, call)
     (out / "ends.json").write_text(json.dumps(ends))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

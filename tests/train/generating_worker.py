@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import TrainerCallback
 from octopus_trl.errors import StaleVersion
 from octopus_trl.protocols import SamplingParams
 from octopus_trl.train.resident import PART_BYTES
-from tests.train.equal_worker import full_parameter
+from tests.train.equal_worker import TARGETS, full_parameter
 from tests.train.forks import Collectives, fork_ranks
 from tests.train.runs import adapter, asked_rows, make_trainer
 
@@ -92,7 +91,7 @@ def run(folder: Path, case: str, rank: int, **settings: Any) -> None:
         folder / "run",
         None,
         asked_rows(RANKS),
-        peft_config=adapter() if case == "adapter" else None,
+        peft_config=adapter(target_modules=list(TARGETS)) if case == "adapter" else None,
         **{**SETTINGS, **settings},
     )
     before = {n: p.numel() * p.element_size() for n, p in trainer.model.named_parameters()}
@@ -118,10 +117,6 @@ def run(folder: Path, case: str, rank: int, **settings: Any) -> None:
 
 def main(out: Path) -> None:
     """Run both cases."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    import deepspeed  # noqa: F401 - once, before the forks
-
     for case in CASES:
         folder = out / case
 
@@ -131,7 +126,3 @@ def main(out: Path) -> None:
         codes = fork_ranks(RANKS, "zero3", folder, call)
         if any(codes):
             sys.exit(f"{case}: ranks ended with {codes}; see {folder}/rank_N.log")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

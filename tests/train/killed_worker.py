@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from octopus_trl.train import checkpoint
-from tests.train.equal_worker import full_parameter
-from tests.train.forks import DEEPSPEED, fork_ranks
+from tests.tiny import SHORT_LENGTHS
+from tests.train.equal_worker import TARGETS, full_parameter
+from tests.train.forks import fork_ranks
 from tests.train.runs import adapter, asked_rows, make_trainer, replayed
 
 STEPS = 4
@@ -117,13 +117,17 @@ def run(folder: Path, mode: str, rank: int, kill: tuple[str, int, int] | None) -
     out = folder / "run"
     world = WORLD.get(mode, 2)
     trainer = make_trainer(
-        out, None, asked_rows(4 * world), peft_config=adapter(lora_dropout=0.2), **SETTINGS
+        out,
+        None,
+        asked_rows(4 * world),
+        peft_config=adapter(lora_dropout=0.2, target_modules=list(TARGETS)),
+        **SETTINGS,
     )
     if kill is not None and kill[2] == rank:
         arm(trainer, kill[0], kill[1])
     resume = checkpoint.last_checkpoint(out) is not None
     # One process draws its episodes for real; several replay them, which is quicker.
-    with nullcontext() if mode == "one" else replayed(sizes=(3,)):
+    with nullcontext() if mode == "one" else replayed(sizes=(4,), lengths=SHORT_LENGTHS):
         trainer.train(resume_from_checkpoint=resume)
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     found = {
@@ -139,14 +143,8 @@ def run(folder: Path, mode: str, rank: int, kill: tuple[str, int, int] | None) -
 
 
 def main(out: Path, *modes: str) -> None:
-    """Run each mode once straight, and once killed at every point of its list."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    if DEEPSPEED:
-        import deepspeed  # noqa: F401 - once, before the forks
-    for mode in modes or KILLS:
-        if mode.startswith("zero") and not DEEPSPEED:
-            continue
+    """Run each asked mode once straight, and once killed at every point of its list."""
+    for mode in modes:
         world = WORLD.get(mode, 2)
         for name, kills in (("straight", [None]), ("killed", [*KILLS[mode], None])):
             folder = out / mode / name
@@ -159,7 +157,3 @@ def main(out: Path, *modes: str) -> None:
                 as_meant = not any(codes) if kill is None else codes[kill[2]] == -signal.SIGKILL
                 if not as_meant:
                     sys.exit(f"{mode}, {name}, {kill}: ranks ended with {codes}; see {folder}")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

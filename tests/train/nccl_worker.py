@@ -11,7 +11,7 @@ from tests.train import equal_worker, generating_worker
 from tests.train.forks import DEEPSPEED, fork_ranks
 
 RANKS = 2
-SIZES = (15, 0)  # three rows on the first rank, none on the second
+SIZES = (9, 0)  # three rows on the first rank, none on the second
 MODES = ("ddp", "zero3") if DEEPSPEED else ("ddp",)
 
 

@@ -28,7 +28,7 @@ from octopus_trl.trace import Trace
 from octopus_trl.train import weights
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.trainer import OctopusGRPOTrainer
-from tests.tiny import random_trace, tiny_hybrid
+from tests.tiny import LENGTHS, random_trace, tiny_hybrid
 
 OPTIONS = ExpertOptions(empty_search=0.3, rewind=1.0, shuffled=0.3)
 SETTINGS: dict[str, Any] = {
@@ -214,11 +214,14 @@ class Gradients(TrainerCallback):
 
 
 @contextmanager
-def replayed(*, sizes: Sequence[int] = (14,)) -> Iterator[list[str]]:
+def replayed(
+    *, sizes: Sequence[int] = (14,), lengths: Sequence[int] = LENGTHS
+) -> Iterator[list[str]]:
     """Replace generation by random episodes that depend on question, rollout and step alone.
 
     Args:
         sizes: segments after the roots, question by question in turn; 0 samples no token.
+        lengths: tokens of a segment.
     Yields:
         The ids of the questions asked, one for each episode.
     """
@@ -232,7 +235,9 @@ def replayed(*, sizes: Sequence[int] = (14,)) -> Iterator[list[str]]:
             seed = zlib.crc32(f"{row['id']} {rollout} {self.state.global_step}".encode())
             steps = sizes[int(str(row["id"]).removeprefix("q")) % len(sizes)]
             prompt = [zlib.crc32(str(row["id"]).encode()) % 1000 + 3, *range(20)]
-            trace = random_trace(seed, steps=steps, prompt=prompt, logps=True, vocab_size=1024)
+            trace = random_trace(
+                seed, steps=steps, prompt=prompt, logps=True, vocab_size=1024, lengths=lengths
+            )
             trace.policy_version = self.state.global_step
             trace.meta = {"rollout": rollout, "result": f"{row['id']} {rollout}"}
             traces.append(trace)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from octopus_trl.train.ranks import EXIT_CODE
 from tests.train.failing_worker import CASES, CAUSE
 from tests.train.forks import log_of
 
-ROOT = Path(__file__).parents[2]
 SAYS = {
     "reward": "rank 1 failed while judging episodes: Broken: ",
     "drawing": "rank 1 failed while drawing episodes: Broken: ",
@@ -23,17 +20,9 @@ SAYS = {
 
 @pytest.mark.timeout(900)
 def test_all_ranks_end_with_the_number_and_the_reason_of_the_one_that_failed(
-    tmp_path: Path,
+    run_scene: Callable[..., None], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.failing_worker", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_scene("failing", tmp_path)
     ends = json.loads((tmp_path / "ends.json").read_text())
     assert set(ends) == set(CASES)
     for case, hangs in CASES.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from octopus_trl.train.checkpoint import DOOMED, STAGING, last_checkpoint, missi
 from tests.train.forks import DEEPSPEED
 from tests.train.killed_worker import KILLS, STEPS, WORLD
 
-ROOT = Path(__file__).parents[2]
 ZERO = pytest.mark.skipif(
     not DEEPSPEED, reason="deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
 )
@@ -28,25 +25,16 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "reward", "rollout_kl/mean", "en
     "mode",
     [
         "one",
-        "ddp",
+        pytest.param("ddp", marks=pytest.mark.slow),
         pytest.param("zero2", marks=[ZERO, pytest.mark.slow]),
         pytest.param("zero3", marks=ZERO),
     ],
 )
 def test_killed_at_any_moment_and_resumed_every_step_is_bit_for_bit_the_same(
-    tmp_path: Path, mode: str
+    run_scene: Callable[..., None], tmp_path: Path, mode: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.killed_worker", str(tmp_path), mode],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run_scene("killed", tmp_path, mode)
     folder = tmp_path / mode
-    logs = "".join(path.read_text()[-1500:] for path in folder.glob("*/rank_*.log"))
-    assert done.returncode == 0, f"{done.stderr[-2000:]}\n{logs}"
     for rank in range(WORLD.get(mode, 2)):
         straight, killed = (
             torch.load(folder / name / f"found_{rank}.pt", weights_only=False)

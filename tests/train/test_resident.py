@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,15 @@ from tests.tolerances import KL_CPU
 from tests.train.forks import DEEPSPEED
 from tests.train.generating_worker import CASES, RANKS
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.mark.skipif(
     not DEEPSPEED, reason="deepspeed is not installed: DS_BUILD_OPS=0 pip install deepspeed"
 )
 @pytest.mark.timeout(900)
 def test_generation_waits_for_no_rank_and_draws_with_the_weights_of_its_step(
-    tmp_path: Path,
+    run_scene: Callable[..., None], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.generating_worker", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    logs = "".join(path.read_text()[-1500:] for path in tmp_path.glob("*/rank_*.log"))
-    assert done.returncode == 0, f"{done.stderr[-2000:]}\n{logs}"
+    run_scene("generating", tmp_path)
     for case in CASES:
         ranks = [
             torch.load(tmp_path / case / f"found_{rank}.pt", weights_only=False)
