@@ -21,7 +21,7 @@ from torch import Tensor
 from octopus_trl import Trace
 from octopus_trl.kernels._block_lists import block_pairs
 from octopus_trl.maths.objective import rollout_training_kl
-from octopus_trl.models import spec_of
+from octopus_trl.models import spec_of, unwrap
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Segment, ThreadRecord
 from octopus_trl.train.kernel_check import check_kernels
@@ -38,7 +38,8 @@ RANK = 16
 REPEATS = 2
 LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
 # Mean of e^d − 1 − d between packed and separate rows; no token may be off by more than the second.
-CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (2e-3, 2.0)}
+# Seen in bfloat16 over 32 random layers: 6.5e-5 and 0.03; of rows in a wrong order: 0.09 and 1.0.
+CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (2e-3, 0.5)}
 HOST_LIMIT_S = 1.0  # layout and block lists of the longest row
 GIB = 2**30
 
@@ -113,6 +114,24 @@ def update_all(model: Any, parts: Sequence[Sequence[Trace]]) -> None:
         update(model, traces)
 
 
+@contextmanager
+def natural_logits(model: Any) -> Iterator[None]:
+    """Take back the factor that `scale_entropy` put into the last norm.
+
+    It multiplies rounding too: random targets then have log-probabilities near -38, and in bfloat16
+    either way of packing is 0.1 nats (mean of e^d − 1 − d) from float32, which would hide a fault.
+    """
+    weight = unwrap(model).model.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight.zero_()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+
+
 @torch.no_grad()
 def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
     """Compare the packed log-probabilities with those of separate rows, of the tree without reads.
@@ -122,8 +141,9 @@ def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
     """
     tree = without_reads(trace)
     chains = chain_rows(tree)
-    packed = score(model, row_of([tree]))
-    apart = score(model, row_of([chain.trace for chain in chains]))
+    with natural_logits(model):
+        packed = score(model, row_of([tree]))
+        apart = score(model, row_of([chain.trace for chain in chains]))
     sources = [source for chain in chains for source in chain.sources]
     lengths = [len(tree.segments[source].tokens) for source in sources]
     by_segment = dict(zip(sources, apart.split(lengths), strict=True))
