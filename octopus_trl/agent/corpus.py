@@ -125,7 +125,7 @@ def read_questions(path: str | Path) -> list[dict[str, Any]]:
             if not line.strip():
                 continue
             place = f"{path}:{number}"
-            row = _record(line, place)
+            row = parse_record(line, place)
             row["id"] = _identifier(row, "id", place)
             if row["id"] in seen:
                 raise ConfigError(
@@ -176,7 +176,12 @@ def _file(path: str | Path, name: str) -> Path:
     return path
 
 
-def _record(line: bytes, place: str) -> dict[str, Any]:
+def parse_record(line: bytes, place: str) -> dict[str, Any]:
+    """Read a line as a JSON object; no message quotes its text.
+
+    Raises:
+        ConfigError: it is not UTF-8, not JSON or no object.
+    """
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -209,7 +214,7 @@ def _identifier(record: dict[str, Any], name: str, place: str) -> str:
 
 
 def _document(line: bytes, place: str) -> Document:
-    record = _record(line, place)
+    record = parse_record(line, place)
     docid = _identifier(record, "docid", place)
     text = record.get("text")
     if not isinstance(text, str):

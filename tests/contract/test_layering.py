@@ -48,7 +48,7 @@ MAY_NOT_IMPORT: dict[str, set[str]] = {
     "models": {"trl", "accelerate", "deepspeed"},
     "engine": TRAINING_TOOLS | {"tokenizers"},
     "agent": TRAINING_TOOLS | KERNEL_TOOLS | {"torch"},
-    "eval": TRAINING_TOOLS | KERNEL_TOOLS | {"torch"},
+    "eval": (TRAINING_TOOLS - {"datasets"}) | KERNEL_TOOLS | {"torch"},
 }
 
 
