@@ -63,7 +63,8 @@ def test_values_and_gradients_equal_float64(dim: int, detach: bool) -> None:
         exact = results(maths.dag_attention, wide, weight.double(), **named)
         for name, found, right in zip(("out", "q", "k", "v"), fast, exact, strict=True):
             assert torch.equal(found[rows:], torch.zeros_like(found[rows:])), name
-            error = float((found.double() - right).norm() / right.norm().clamp(min=1e-3))
+            # A row that sees itself alone has no gradient in q at all: rounding is all there is.
+            error = float((found.double() - right).norm() / right.norm().clamp(min=0.1))
             assert error < 1e-2, f"{name} of {rows} rows: relative error {error}"
 
 
