@@ -16,7 +16,7 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.train.ranges import check_ranges
 from octopus_trl.train.refused import REFUSED
 from octopus_trl.train.rows import TokenRule
-from octopus_trl.train.zero import leave_compiled_ops_out
+from octopus_trl.train.zero import prepare_plugin
 
 
 def described(text: str, unit: str = "-", symbol: str = "-") -> dict[str, str]:
@@ -204,8 +204,8 @@ class OctopusGRPOConfig(GRPOConfig):
             group = self.num_generations_eval or self.num_generations
             self._check_group_size("per_device_eval_batch_size", group)
         super().__post_init__()
-        if self.use_cpu and self.deepspeed_plugin is not None:
-            leave_compiled_ops_out()
+        if self.deepspeed_plugin is not None:
+            prepare_plugin(self.deepspeed_plugin, use_cpu=self.use_cpu)
 
     @property
     def mounts(self) -> str:

@@ -80,6 +80,22 @@ def check_engine_runs(accelerator: Any, wrapped: nn.Module) -> None:
         )
 
 
+def prepare_plugin(plugin: Any, *, use_cpu: bool) -> None:
+    """Settle what every run under DeepSpeed needs, before anything starts it.
+
+    Checkpoints of ZeRO-3 hold the weights as a whole, whatever the launch file says: without that
+    transformers leaves the weights of a full fine-tuning out with a mere warning.
+
+    Args:
+        plugin: accelerate's `DeepSpeedPlugin`.
+    """
+    zero = plugin.deepspeed_config.get("zero_optimization", {})
+    if zero.get("stage") == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+    if use_cpu:
+        leave_compiled_ops_out()
+
+
 def leave_compiled_ops_out() -> None:
     """Keep DeepSpeed on a CPU from compiling its shared-memory all-reduce when it starts.
 

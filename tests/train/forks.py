@@ -88,7 +88,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             self.seen.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))

@@ -42,6 +42,7 @@ class Watcher(TrainerCallback):
         self.trainer, self.rank = trainer, rank
         self.generations: list[dict[str, Any]] = []
         self.cursors: list[Any] = []  # left open in each generation
+        self.trains = {n for n, p in trainer.model.named_parameters() if p.requires_grad}
         self._run = trainer._policy.run
         trainer._policy.run = self.run
 
@@ -68,7 +69,7 @@ class Watcher(TrainerCallback):
                     "stale": stale,
                     "probe": probe.cpu(),
                     "decoded": engine.stats()["decoded"],
-                    "adapter": {n: p.cpu().clone() for n, p in named.items() if "lora_" in n},
+                    "trained": {n: p.cpu().clone() for n, p in named.items() if n in self.trains},
                     "split": [n for n, p in named.items() if p.numel() == 0 or p.is_meta],
                     "addresses": [p.data_ptr() for p in named.values()],
                 }

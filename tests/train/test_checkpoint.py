@@ -16,6 +16,7 @@ from octopus_trl.train.checkpoint import (
     missing_part,
     publish,
     resolve,
+    rotate,
     save_rank_state,
 )
 
@@ -96,3 +97,24 @@ def test_the_state_of_a_rank_that_was_not_there_is_refused(tmp_path: Path) -> No
     assert load_rank_state(tmp_path, 0) == {"step": 3}
     with pytest.raises(ConfigError, match="octopus_state_1.pt is missing"):
         load_rank_state(tmp_path, 1)
+
+
+def test_rotation_keeps_the_newest_and_the_best_and_touches_nothing_that_is_not_whole(
+    tmp_path: Path,
+) -> None:
+    folders = [write(tmp_path, step) for step in (1, 2, 3, 4, 10)]
+    (folders[1] / MANIFEST).unlink()
+    rotate(tmp_path, 2, newest=folders[-1], best=str(folders[0]))
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-10", "checkpoint-2"]
+    rotate(tmp_path, None, newest=folders[-1], best=None)
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-10", "checkpoint-2"]
+
+
+def test_rotation_never_removes_what_was_just_written_below_an_older_run(tmp_path: Path) -> None:
+    older, newest = write(tmp_path, 9), write(tmp_path, 4)
+    rotate(tmp_path, 1, newest=newest, best=None)
+    assert (older.exists(), newest.exists()) == (False, True)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoint-*"))

@@ -30,6 +30,10 @@ RECIPE = {
     "dtype": "float32",
     "report_to": "none",
     "max_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "eval_file": "questions.jsonl",
+    "per_device_eval_batch_size": 2,
     "save_strategy": "steps",
     "save_steps": 2,
     "learning_rate": 1e-2,
@@ -110,6 +114,8 @@ def test_a_launch_line_trains_saves_a_whole_adapter_and_runs_what_it_names(
     assert last == out / "checkpoint-2"
     world = 1 if name == "cpu" else 2
     assert json.loads((last / "octopus.json").read_text())["world_size"] == world
+    state = json.loads((last / "trainer_state.json").read_text())
+    assert sum("eval_reward" in entry for entry in state["log_history"]) == 2
     # Only DeepSpeed's engine writes an optimizer state of its own for each rank.
     parts = sorted(last.glob("global_step*/*optim_states.pt"))
     assert len(parts) == (world if name.startswith("zero") else 0)

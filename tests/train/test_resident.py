@@ -57,19 +57,21 @@ def test_generation_waits_for_no_rank_and_draws_with_the_weights_of_its_step(
         for one, other in zip(*(found["generations"] for found in ranks), strict=True):
             assert torch.equal(one["probe"], other["probe"])
 
-    # The adapter that was saved between the two generations is what the second one drew with.
-    saved = load_file(tmp_path / "adapter/run/checkpoint-1/adapter_model.safetensors")
-    used = torch.load(tmp_path / "adapter/found_0.pt", weights_only=False)
-    drawn = {
-        name.replace(".default.", "."): value
-        for name, value in used["generations"][1]["adapter"].items()
-    }
-    shapes = {name.replace(".default.", "."): shape for name, shape in used["shapes"].items()}
-    assert saved.keys() == drawn.keys() == shapes.keys()
-    for name, value in saved.items():
-        assert tuple(value.shape) == shapes[name]
-        assert value.norm() > 0
-        assert torch.equal(value, drawn[name]), name
+    # What was saved between the two generations is whole, and what the second one drew with.
+    for case, file in (("adapter", "adapter_model"), ("full", "model")):
+        saved = load_file(tmp_path / case / "run/checkpoint-1" / f"{file}.safetensors")
+        found = torch.load(tmp_path / case / "found_0.pt", weights_only=False)
+        drawn = as_saved(found["generations"][1]["trained"])
+        assert saved.keys() == drawn.keys() == as_saved(found["shapes"]).keys()
+        for name, value in saved.items():
+            assert tuple(value.shape) == as_saved(found["shapes"])[name]
+            assert value.norm() > 0
+            assert torch.equal(value, drawn[name]), name
+
+
+def as_saved(named: dict[str, Any]) -> dict[str, Any]:
+    """Name parameters as PEFT does on disk."""
+    return {name.replace(".default.", "."): value for name, value in named.items()}
 
 
 @pytest.mark.parametrize("tie", [False, True])
