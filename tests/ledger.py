@@ -21,22 +21,28 @@ class Place:
     Attributes:
         chain: token numbers, root first.
         origin: length of the chain when it was forked, 0 for one that was opened.
-        pending: tokens that become readable at the next token.
+        pending: tokens that become readable at the next token, in the order they were read.
     """
 
     thread: int
     chain: list[int]
     origin: int = 0
-    pending: set[int] = field(default_factory=set)
+    pending: dict[int, None] = field(default_factory=dict)
 
 
 class Ledger:
-    """Every token that was ever fed, and every cursor that was ever made."""
+    """Every token that was ever fed, and every cursor that was ever made.
 
-    def __init__(self) -> None:
+    Args:
+        rule: where a reader goes on after a mount, as a trace names it.
+    """
+
+    def __init__(self, rule: str = "jump") -> None:
+        self.rule = rule
+        self.reads: list[set[int]] = []
         self.tokens: list[int] = []
         self.parents: list[int | None] = []
-        self.mounts: list[set[int]] = []
+        self.mounts: list[dict[int, None]] = []
         self.kinds: list[str] = []
         self.owners: list[int] = []
         self.starts: list[int] = []
@@ -62,7 +68,7 @@ class Ledger:
             self.kinds.append(kind)
             self.owners.append(place.thread)
             place.chain.append(len(self.tokens) - 1)
-            place.pending = set()
+            place.pending = {}
 
     def mount(self, place: Place, source: Place, since: Place | None = None) -> int:
         """Make the source's chain readable after its fork, or after what it shares with `since`.
@@ -76,23 +82,28 @@ class Ledger:
                 if one != other:
                     break
                 shared += 1
-        new = set(source.chain[shared:]) - self.visible(place)
-        place.pending = place.pending | new
+        seen = self.visible(place)
+        new = [token for token in source.chain[shared:] if token not in seen]
+        place.pending = place.pending | dict.fromkeys(new)
+        self.reads.append(set(new))
         return len(new)
 
     def rewind(self, place: Place, num_tokens: int) -> None:
         """Keep the first tokens; what was mounted after them is forgotten with their successors."""
         place.chain = place.chain[:num_tokens]
         place.origin = min(place.origin, num_tokens)
-        place.pending = set()
+        place.pending = {}
 
     def visible(self, place: Place) -> set[int]:
         """List all that the next token sees besides itself."""
         read = {mount for token in place.chain for mount in self.mounts[token]}
-        return read | set(place.chain) | place.pending
+        return read | set(place.chain) | set(place.pending)
 
     def position(self, place: Place) -> int:
-        """Place the next token past everything that it sees."""
+        """Place the next token past everything that it sees, or as the rule says."""
+        if self.rule != "jump":
+            end = self.starts[place.chain[-1]] + 1 if place.chain else 0
+            return end + (len(place.pending) if self.rule == "reencode" else 0)
         return max((self.starts[token] + 1 for token in self.visible(place)), default=0)
 
     def trace(self) -> tuple[Trace, list[tuple[int, int]]]:
@@ -104,7 +115,7 @@ class Ledger:
         for siblings in children.values():
             if len(siblings) > 1:
                 cuts |= set(siblings)
-        for span in [mounts for mounts in self.mounts if mounts]:
+        for span in [span for span in self.reads if span]:
             for token, parent in enumerate(self.parents):
                 if (token in span) != (parent in span):
                     cuts.add(token)
@@ -122,7 +133,7 @@ class Ledger:
                 segments[above[0]].tokens.append(self.tokens[token])
                 where.append((above[0], above[1] + 1))
                 continue
-            mounts = sorted({where[mount][0] for mount in self.mounts[token]})
+            mounts = list(dict.fromkeys(where[mount][0] for mount in self.mounts[token]))
             segments.append(
                 Segment(
                     len(segments),
@@ -136,7 +147,8 @@ class Ledger:
             )
             where.append((len(segments) - 1, 0))
         threads = [ThreadRecord(i, parent) for i, parent in enumerate(self.thread_parents)]
-        return Trace("ledger", "p", threads=threads, segments=segments), where
+        trace = Trace("ledger", "p", threads=threads, segments=segments, position=self.rule)
+        return trace, where
 
     def _place(
         self,
@@ -146,4 +158,4 @@ class Ledger:
         pending: Iterable[int] = (),
     ) -> Place:
         self.thread_parents.append(parent)
-        return Place(len(self.thread_parents) - 1, list(chain), origin, set(pending))
+        return Place(len(self.thread_parents) - 1, list(chain), origin, dict.fromkeys(pending))

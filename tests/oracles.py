@@ -68,6 +68,49 @@ def flatten(trace: Any) -> Flat:
     return Flat(torch.tensor(tokens), torch.tensor(positions), first, chains, tree, mounted & ~tree)
 
 
+@dataclass
+class Copy:
+    """A segment of a trace that was spelled out: one of its own, or text prefilled again."""
+
+    tokens: Sequence[int]
+    parent: int | None
+    mounts: Sequence[int]
+    start: int
+
+
+@dataclass
+class Spelled:
+    """A trace whose readers read copies, with each copy as a segment of its own.
+
+    Attributes:
+        where: index of each segment of the trace among `segments`.
+    """
+
+    segments: list[Copy]
+    where: list[int]
+
+
+def spell_out(trace: Any) -> Spelled:
+    """Write `position: reencode` out: before a segment that mounts comes the text of its mounts, a
+    child of the same parent at the positions just past it, and the segment mounts that instead.
+    """
+    spelled = Spelled([], [])
+    for segment in trace.segments:
+        parent = None if segment.parent is None else spelled.where[segment.parent]
+        read: list[int] = []
+        if segment.mounts:
+            text = [token for mount in segment.mounts for token in trace.segments[mount].tokens]
+            begin = 0
+            if parent is not None:
+                begin = spelled.segments[parent].start + len(spelled.segments[parent].tokens)
+            assert segment.start == begin + len(text)
+            read = [len(spelled.segments)]
+            spelled.segments.append(Copy(text, parent, [], begin))
+        spelled.where.append(len(spelled.segments))
+        spelled.segments.append(Copy(segment.tokens, parent, read, segment.start))
+    return spelled
+
+
 def brute_hidden(
     model: nn.Module, trace: Any, *, mount_layers: Sequence[int] | None = None, mounts: str = "live"
 ) -> tuple[Flat, Tensor]:

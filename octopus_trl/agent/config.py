@@ -27,7 +27,11 @@ class RolloutConfig:
     exchange: str = _help(
         "mount", "how findings travel between threads: `mount`, `transcript` or `summary`"
     )
-    position: str = _help("jump", "where a reader goes on after a mount (paper Eq. 2)")
+    position: str = _help(
+        "jump",
+        "where a reader goes on after a mount: `jump` past it (paper Eq. 2), `unshifted` where it "
+        "stood, `reencode` past a copy that is prefilled at its own end",
+    )
     agent: str = _help(
         "tree",
         "shape of an episode: `tree` is threads that fork, `flat` one thread, `compact` one that "

@@ -9,6 +9,10 @@
 - `summary`: a child starts in a fresh context, a root of its own with the system text and its task;
   reading it gives its status and its commit text.
 
+`position` says where a reader goes on after a mount: `jump` past the span's highest position (paper
+Eq. 2), `unshifted` where it stood, `reencode` past a copy of the span that is prefilled behind the
+reader's own end and read instead; spans read at one boundary follow one another in reading order.
+
 `agent` says what may be written at all:
 
 - `tree`: threads that fork.
@@ -27,13 +31,11 @@ if TYPE_CHECKING:
     from octopus_trl.agent.config import RolloutConfig
 
 EXCHANGES = ("mount", "transcript", "summary")
-POSITIONS = ("jump",)
+POSITIONS = ("jump", "unshifted", "reencode")
 AGENTS = ("tree", "flat", "compact")
 
 _MISSING = {
     "splice": "recurrent layers are not stepped through a sibling's text; set exchange: mount",
-    "unshifted": "readers jump past what they mounted; set position: jump",
-    "reencode": "mounted text is not prefilled again; set position: jump",
     "rerotate": "mounted keys are not copied and rotated; set position: jump",
 }
 

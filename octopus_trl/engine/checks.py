@@ -17,6 +17,8 @@ from octopus_trl.kernels._decode_tuning import Tuning
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.protocols import SamplingParams
 
+POSITIONS = ("jump", "unshifted", "reencode")  # where a reader goes on after a mount
+
 
 def check_at_least(least: int, **values: int | None) -> None:
     """Refuse a setting that is not an integer of at least `least`; None stands for unset.
@@ -85,6 +87,16 @@ def check_turn(sampling: Any, until: Any) -> None:
         raise ConfigError(f"sampling={sampling!r}: must be a SamplingParams")
     if not isinstance(until, Collection) or not all(isinstance(stop, Integral) for stop in until):
         raise ConfigError(f"until={until!r}: must be a collection of integer token ids")
+
+
+def check_position(position: str) -> None:
+    """Refuse a rule that the engine does not place readers by.
+
+    Raises:
+        ConfigError: it is none of `POSITIONS`.
+    """
+    if position not in POSITIONS:
+        raise ConfigError(f"position={position!r}: must be one of {', '.join(POSITIONS)}")
 
 
 def check_batch(

@@ -16,6 +16,7 @@ PRIMITIVES = ("fork", "mount", "rewind")
 # Why a token that was not drawn went through the model -> the number that counts it.
 REASONS = {
     "first_seen": "prefilled",
+    "reencoded": "prefilled",
     "stale": "prefilled",
     "evicted": "re_prefilled",
     "paused": "re_prefilled",
@@ -55,9 +56,10 @@ class Counters:
         branched: of `reused`, those stepped through to make the state where two prompts part; once
             a place, so the third prompt that parts there finds it.
         misses: tokens of `prefilled`, `re_prefilled`, `branched` and `replayed` by reason:
-            `first_seen` text, text that was kept under older weights or before a sleep (`stale`),
-            prompts `evicted`, turns that were `paused`, the `branch` of two prompts, boundaries
-            that never had a state (`no_state`) or had lost it (`state_dropped`).
+            `first_seen` text, spans that a reader prefilled again (`reencoded`), text that was kept
+            under older weights or before a sleep (`stale`), prompts `evicted`, turns that were
+            `paused`, the `branch` of two prompts, boundaries that never had a state (`no_state`) or
+            had lost it (`state_dropped`).
         context_tokens: tokens that turns began after, prompt and earlier turns included: what flat
             re-prefill of every turn would put through the model. An opened prompt counts when it is
             opened, later text when it is fed, the rest of the chain when the turn draws first.
@@ -115,6 +117,11 @@ class Counters:
         self.miss("first_seen", count)
         self.context_tokens += count
         cursor._counted += count
+
+    def reencoded(self, count: int) -> None:
+        """Count a span's text that a reader prefilled again."""
+        self.miss("reencoded", count)
+        self.context_tokens += count
 
     def began(self, cursor: Cursor, given: int) -> None:
         """Count the context of a turn that draws its first token, `given` tokens fed with it."""

@@ -86,12 +86,16 @@ class Mount:
         base: None for everything from the root on.
         root: the opened prompt that the source grew from, None where it is the reader's own. Equal
             prompts share nodes, yet another root's text is other text (two segments of a trace).
+        shifts: whether the reader goes on past it (paper Eq. 2).
+        repeats: the spans whose text its nodes hold once more; it then needs the chain of `tail`.
         refs: cursors and nodes that read it.
     """
 
     tail: Node
     base: Node | None
     root: object | None = None
+    shifts: bool = True
+    repeats: tuple[Mount, ...] = ()
     refs: int = 0
 
     def nodes(self) -> Iterator[Node]:
@@ -184,11 +188,11 @@ class Cursor:
 
 
 def position_after(tail: Node, pending: Sequence[Mount]) -> int:
-    """Place the next token: past the own chain and past everything mounted (paper Eq. 2).
+    """Place the next token: past the own chain and past all mounts that shift it (paper Eq. 2).
 
     A node starts past all that it sees, so only mounts made since can lie further.
     """
-    return max([tail.end, *(mount.tail.end for mount in pending)])
+    return max([tail.end, *(mount.tail.end for mount in pending if mount.shifts)])
 
 
 def slots_of(nodes: Sequence[Node]) -> Slots:

@@ -28,6 +28,7 @@ from octopus_trl.engine.paths import CPU_CHUNK, GPU_CHUNK, Paths
 from octopus_trl.engine.pools import Pools
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import Forgotten, PromptCache
+from octopus_trl.engine.reading import read_span
 from octopus_trl.engine.sizes import budget_of, settle, warn_of_thrash
 from octopus_trl.engine.turn import Turn
 from octopus_trl.engine.widths import decode_widths
@@ -167,23 +168,22 @@ class Engine:
                 self.counters.extended(cursor, len(new))
             return cursor
 
-    def mount(self, cursor: Cursor, source: Cursor, since: Cursor | None = None) -> Cursor:
-        """Make readable what `source`'s chain holds after `since`, less what `cursor` sees.
-
-        The reader's next token starts past the span (paper Eq. 2). What `source` itself mounted is
-        not included. A span that holds nothing new changes nothing.
+    def mount(
+        self, cursor: Cursor, source: Cursor, since: Cursor | None = None, *, position: str = "jump"
+    ) -> Cursor:
+        """Make readable what `source`'s chain holds after `since`, less what `cursor` sees and what
+        `source` itself mounted; a span that holds nothing new changes nothing.
 
         Args:
             since: a cursor on the same chain, or on one that left it: then what follows their last
                 common boundary. None: after the point where `source` was forked.
+            position: "jump", "unshifted" or "reencode": where `cursor` goes on, see `read_span`.
         """
         with self.counters.timed("mount"):
             self._usable(cursor, idle=True)
-            self._usable(source)
-            if since is not None:
-                self._usable(since)
-            with self.counters.copying("mount"):
-                self.counters.mounts += bool(self._primitives.mount(cursor, source, since))
+            for each in (source, since or source):
+                self._usable(each)
+            read_span(self._primitives, self._runner, cursor, source, since, self._epoch, position)
             return cursor
 
     def rewind(self, cursor: Cursor, num_tokens: int) -> Cursor:

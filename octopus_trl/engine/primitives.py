@@ -43,14 +43,26 @@ class Primitives:
         child._pending, child._position = cursor._pending, cursor._position
         return child
 
-    def mount(self, cursor: Cursor, source: Cursor, since: Cursor | None) -> int:
-        """Make a span readable at the cursor's next token; returns how many tokens are new."""
+    def span(
+        self, cursor: Cursor, source: Cursor, since: Cursor | None, *, shifts: bool = True
+    ) -> Mount:
+        """Name what `source` holds after `since`, as `cursor` would read it."""
         if since is None:
             base = common(source._tail, source._origin)
         else:
             base = common(source._tail, since._tail) if since._root is source._root else None
         root = None if source._root is cursor._root else source._root
-        span = Mount(source._tail, base, root)
+        return Mount(source._tail, base, root, shifts)
+
+    def mount(
+        self, cursor: Cursor, source: Cursor, since: Cursor | None, *, shifts: bool = True
+    ) -> int:
+        """Make a span readable at the cursor's next token; returns how many tokens are new.
+
+        Args:
+            shifts: whether the next token's position goes past the span.
+        """
+        span = self.span(cursor, source, since, shifts=shifts)
         _, before = visible(cursor._tail, cursor._pending)
         _, after = visible(cursor._tail, (*cursor._pending, span))
         new = sum(len(node.tokens) for node in after[len(before) :])
@@ -111,6 +123,8 @@ class Primitives:
     def _drop_pending(self, cursor: Cursor) -> None:
         pending, cursor._pending = cursor._pending, ()
         for mount in pending:
+            if mount.repeats:  # its end's state was kept for what might be read behind it
+                self.tree.let_state_go(mount.tail)
             self.tree.drop_mount(mount)
 
     def _snapshot(self, cursor: Cursor, node: Node) -> None:

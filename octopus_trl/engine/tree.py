@@ -86,6 +86,8 @@ class Tree:
             for node in mount.nodes():
                 node.mount_refs -= 1
                 self._release_pages(node)
+            if mount.repeats:
+                self.drop(mount.tail)
 
     def stand(self, node: Node) -> None:
         """Put a cursor's end on a boundary."""
@@ -189,6 +191,8 @@ class Tree:
         while queue or spans:
             if spans:
                 mount = spans.pop()
+                if mount.repeats and id(mount) not in mounts:
+                    queue.append(mount.tail)
                 mounts[id(mount)] = (mount, mounts.get(id(mount), (mount, 0))[1] + 1)
                 continue
             node = queue.pop()

@@ -96,10 +96,21 @@ class ScriptedEngine:
         return self._append(cursor, False, len(tokens), self._decode(tokens)) if tokens else cursor
 
     def mount(
-        self, cursor: ScriptedCursor, source: ScriptedCursor, since: ScriptedCursor | None = None
+        self,
+        cursor: ScriptedCursor,
+        source: ScriptedCursor,
+        since: ScriptedCursor | None = None,
+        *,
+        position: str = "jump",
     ) -> ScriptedCursor:
-        """Move past the source, as paper Eq. 2 says, where it has grown since its fork."""
+        """Move past the source, as paper Eq. 2 says, where it has grown since its fork.
+
+        Raises:
+            ConfigError: another position rule is asked for.
+        """
         self._check(cursor)
+        if position != "jump":
+            raise ConfigError(f"position={position!r}: scripts place readers by jump only")
         self._counts["mounts"] += 1
         floor = source.fork_tokens if since is None else since.num_tokens
         if source.num_tokens > floor:

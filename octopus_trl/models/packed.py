@@ -34,6 +34,10 @@ MOUNT_MODES = ("live", "detached", "dropped")
 class PackedRow:
     """Tokens of some traces in row order, and where each segment lies.
 
+    Under `position: reencode` there are nodes that are no segment: for each one that mounts, the
+    text of its mounts in their order once more, a branch behind the reader's end that is read
+    instead of them.
+
     Attributes:
         tokens, positions: [T] int64.
         node_of: for each trace, the node of each of its segments; shared prompts share a node.
@@ -92,11 +96,20 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
                 if key in shared:
                     nodes.append(shared[key])
                     continue
+            read = [] if mounts == "dropped" else [nodes[m] for m in segment.mounts]
+            if read and trace.position == "reencode":
+                # Read is a copy behind the reader's end, which nothing continues.
+                above = 0 if segment.parent is None else trace.segments[segment.parent].end
+                parents.append(parent)
+                edges.append([])
+                tokens.append([token for other in read for token in tokens[other]])
+                starts.append(above)
+                read = [len(parents) - 1]
             node = len(parents)
             if key is not None:
                 shared[key] = node
             parents.append(parent)
-            edges.append([] if mounts == "dropped" else [nodes[m] for m in segment.mounts])
+            edges.append(read)
             tokens.append(segment.tokens)
             starts.append(segment.start)
             nodes.append(node)
@@ -117,6 +130,16 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
         lengths,
         layout,
     )
+
+
+def packed_tokens(trace: Trace, segments: Sequence[int] | None = None) -> int:
+    """Count the rows that a trace takes, or some of its segments do, before prompts are shared."""
+    lengths = trace.lengths
+    held = range(len(lengths)) if segments is None else segments
+    total = sum(lengths[segment] for segment in held)
+    if trace.position == "reencode":
+        total += sum(lengths[m] for segment in held for m in trace.segments[segment].mounts)
+    return total
 
 
 @dataclass
@@ -262,9 +285,9 @@ def _check_edges(segment: Any, index: int) -> None:
 def _refuse(trace: Trace) -> None:
     if not trace.segments:
         raise TraceError(f"trace {trace.episode_id}: got 0 segments, must be at least 1")
-    if trace.exchange == "splice" or trace.position in ("rerotate", "reencode"):
+    if trace.exchange == "splice" or trace.position == "rerotate":
         raise ConfigError(
             f"trace {trace.episode_id}: exchange={trace.exchange!r}, position={trace.position!r}: "
-            "the packed pass runs mounts at recorded positions; use exchange mount, transcript or "
-            "summary with position jump or unshifted"
+            "the packed pass runs mounts of keys as they are; use exchange mount, transcript or "
+            "summary with position jump, unshifted or reencode"
         )

@@ -65,7 +65,13 @@ class OctopusGRPOConfig(GRPOConfig):
     exchange: str = own(
         "mount", "How findings travel between threads: `mount`, `transcript` or `summary`."
     )
-    position: str = own("jump", "Where a reader goes on after a mount.", "-", "Eq. 2")
+    position: str = own(
+        "jump",
+        "Where a reader goes on after a mount: `jump` past it, `unshifted` where it stood, "
+        "`reencode` past a copy that is prefilled at its own end.",
+        "-",
+        "Eq. 2",
+    )
     mount_layers: str = own(
         "attention",
         "Attention layers that see mounts: `attention` (all, hybrids only) or indices like `3,7`.",

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths.dag import NO_ROW
 from octopus_trl.models import spec_of
-from octopus_trl.models.packed import MOUNT_MODES, MountMode, PackedRow, pack, run_packed
+from octopus_trl.models.packed import (
+    MOUNT_MODES,
+    MountMode,
+    PackedRow,
+    pack,
+    packed_tokens,
+    run_packed,
+)
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.trace import Trace
 
@@ -99,7 +106,7 @@ def split_rows(traces: Sequence[Trace], max_tokens: int) -> list[list[Trace]]:
     rows: list[list[Trace]] = []
     used = max_tokens + 1
     for trace in traces:
-        size = sum(trace.lengths)
+        size = packed_tokens(trace)
         if used + size > max_tokens:
             rows.append([])
             used = 0

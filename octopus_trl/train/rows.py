@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from octopus_trl.maths import dag
 from octopus_trl.maths.dag import NO_ROW
-from octopus_trl.models.packed import MountMode, PackedRow, pack
+from octopus_trl.models.packed import MountMode, PackedRow, pack, packed_tokens
 from octopus_trl.trace import Segment, ThreadRecord, Trace
 from octopus_trl.train.parts import parts, take
 
@@ -189,8 +189,8 @@ def plan_rows(
                 f"{max_path_tokens}"
             )
             continue
-        pieces = [tree] if sum(trace.lengths) <= max_row_tokens else _apart(tree)
-        largest = max(_num_tokens(piece) for piece in pieces)
+        pieces = [tree] if packed_tokens(trace) <= max_row_tokens else _apart(tree)
+        largest = max(packed_tokens(piece.trace, piece.segments) for piece in pieces)
         if largest > max_row_tokens:
             joined = f" in its largest of {len(pieces)} parts" if len(pieces) > 1 else ""
             left_out.append(
@@ -199,7 +199,7 @@ def plan_rows(
             )
             continue
         for piece in pieces:
-            size = _num_tokens(piece)
+            size = packed_tokens(piece.trace, piece.segments)
             new = size - _shared_tokens(piece, shared)
             if not rows or used + new > max_row_tokens:
                 rows.append([])
@@ -224,11 +224,6 @@ def _apart(tree: Tree) -> list[Tree]:
 def _held(tree: Tree) -> Trace:
     """Give the trace of what this row holds of a tree."""
     return tree.trace if tree.segments is None else take(tree.trace, tree.segments)
-
-
-def _num_tokens(tree: Tree) -> int:
-    lengths = tree.trace.lengths
-    return sum(lengths if tree.segments is None else (lengths[s] for s in tree.segments))
 
 
 def num_scored(trace: Trace) -> int:
@@ -274,16 +269,13 @@ def logical_tokens(trace: Trace) -> int:
 
 
 def rewound_segments(trace: Trace) -> set[int]:
-    """List the segments that their own thread has left by a rewind.
-
-    A context that a thread left for a new root was not rewound: its last segment is a head too.
-    """
+    """List the segments that their own thread has left by a rewind, not for a new root."""
     root_of: list[int] = []
     tips: dict[tuple[int, int], int] = {}  # thread and root -> the end of its chain there
     for segment in trace.segments:
         root_of.append(segment.id if segment.parent is None else root_of[segment.parent])
         tips[segment.thread, root_of[-1]] = segment.id
-    heads = {thread.id: thread.head for thread in trace.threads if thread.head is not None}
+    heads = {each.id: each.head for each in trace.threads if each.head is not None}
     tips |= {(thread, root_of[head]): head for thread, head in heads.items()}
     live: dict[int, set[int]] = {}
     for (thread, _), tip in tips.items():

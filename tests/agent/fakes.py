@@ -130,6 +130,7 @@ class ScriptedEngine:
         self.cursors: list[ListCursor] = []
         self.sampled: list[list[int]] = []
         self.num_prefilled = 0
+        self.rule = "jump"
         self.num_opened = self.num_forks = self.num_mounts = self.num_rewinds = 0
         self.fail_on: Callable[[str, Any], None] = lambda operation, argument: None
         self._token: list[int] = []
@@ -165,9 +166,15 @@ class ScriptedEngine:
         return cursor
 
     def mount(
-        self, cursor: ListCursor, source: ListCursor, since: ListCursor | None = None
+        self,
+        cursor: ListCursor,
+        source: ListCursor,
+        since: ListCursor | None = None,
+        *,
+        position: str = "jump",
     ) -> ListCursor:
         self._usable(cursor)
+        self.rule = position
         assert not source.closed, "a source is open until its episode ends"
         assert not source.busy, "a source is mounted at a closed boundary"
         self.fail_on("mount", (cursor, source))
@@ -192,6 +199,11 @@ class ScriptedEngine:
 
     def position(self, cursor: ListCursor) -> int:
         own = self._position[cursor.chain[-1]] + 1 if cursor.chain else 0
+        if self.rule == "unshifted":
+            return own
+        if self.rule == "reencode":
+            end = len(cursor.chain)
+            return own + sum(len(tokens) for at, tokens in cursor.mounts if at == end)
         return max([own, *(self._position[token] + 1 for token in cursor.mounted())])
 
     def submit(

@@ -93,7 +93,16 @@ def fed_by_engine(engine: ScriptedEngine) -> Counter[Any]:
     )
 
 
-@pytest.mark.parametrize("config", [SMALL, LIVE], ids=["logical_clock", "event_order"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        LIVE,
+        dataclasses.replace(SMALL, position="unshifted"),
+        dataclasses.replace(LIVE, position="reencode"),
+    ],
+    ids=["logical_clock", "event_order", "unshifted", "reencode"],
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_record_is_what_the_engine_was_fed(config: RolloutConfig, seed: int) -> None:
     runner, engine = runner_of(config, order_seed=seed)
@@ -469,7 +478,10 @@ def test_a_prompt_is_named_by_its_id_or_by_its_text() -> None:
         ({"exchange": "splice"}, "set exchange: mount"),
         ({"exchange": "nope"}, "exchange='nope': must be one of mount, transcript, summary"),
         ({"position": "rerotate"}, "set position: jump"),
-        ({"position": "here"}, "position='here': must be one of jump"),
+        ({"position": "here"}, "position='here': must be one of jump, unshifted, reencode"),
+        ({"position": "reencode", "exchange": "summary"}, "nothing is mounted"),
+        ({"position": "unshifted", "exchange": "transcript"}, "nothing is mounted"),
+        ({"agent": "flat", "position": "unshifted"}, "one thread has no sibling to read"),
         ({"agent": "team"}, "agent='team': must be one of tree, flat, compact"),
         ({"agent": "flat", "exchange": "transcript"}, "one thread has no sibling to read"),
         ({"agent": "compact", "exchange": "summary"}, "one thread has no sibling to read"),

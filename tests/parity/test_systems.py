@@ -21,7 +21,7 @@ from octopus_trl.protocols import SamplingParams
 from tests import tolerances
 from tests.agent.fakes import ListCorpus, Seeded, byte_tokenizer, xml_call
 from tests.agent.test_episode import commit, fork, read, wait
-from tests.oracles import brute_logps
+from tests.oracles import brute_logps, spell_out
 from tests.tiny import tiny_hybrid
 
 TOKENIZER = byte_tokenizer()
@@ -34,6 +34,8 @@ TREE = {
 ALONE = {0: [xml_call("open", docid="long"), "alpha is 17", commit("17")]}
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mount": (TREE, {}),
+    "unshifted": (TREE, {"position": "unshifted"}),
+    "reencode": (TREE, {"position": "reencode"}),
     "transcript": (TREE, {"exchange": "transcript"}),
     "summary": (TREE, {"exchange": "summary"}),
     "flat": (ALONE, {"agent": "flat"}),
@@ -113,7 +115,12 @@ def test_what_was_sampled_is_what_training_scores(name: str) -> None:
     assert float(mean) <= 1e-8
     assert float(largest) <= tolerances.LOGP
     with torch.no_grad():
-        brute, _ = drawn(trace, brute_logps(stock, trace))
+        if trace.position == "reencode":
+            spelled = spell_out(trace)
+            exact = brute_logps(stock, spelled)
+            brute, _ = drawn(trace, [exact[index] for index in spelled.where])
+        else:
+            brute, _ = drawn(trace, brute_logps(stock, trace))
     assert (scored - brute).abs().max() <= tolerances.LOGP
     (-scored.mean()).backward()
     moved = [p.grad.abs().max() for p in ours.parameters() if p.grad is not None]
