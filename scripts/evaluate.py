@@ -1,9 +1,14 @@
-"""Evaluate a policy on held-out questions of the seal join world and keep every episode.
+"""Evaluate a policy on held-out questions and keep every episode.
 
     python scripts/evaluate.py --model data/policy/tiny-hybrid --output runs/eval-late
+    python scripts/evaluate.py --model MODEL --adapter ADAPTER --recipe RECIPE --data FOLDER \
+        --limit 50 --output runs/eval-mine
+    python scripts/evaluate.py --compare runs/before runs/after
 
-Writes `traces.jsonl` and `summary.json`. Episodes that a stopped evaluation has already written
-are not run again, and none is lost.
+Writes `traces.jsonl`, `records.jsonl` and `summary.json`; `--browsecomp-runs` adds run files of
+BrowseComp-Plus's format. Episodes that a stopped evaluation has already written are not run again,
+and none is lost. `--data` is the seal join world or a folder with corpus and questions;
+`--benchmark` takes the questions from a loader instead and searches the corpus of `--data`.
 """
 
 from __future__ import annotations
@@ -11,8 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -20,118 +28,206 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octopus_trl import Engine, EpisodeRunner, Trace, prepare_model
+from octopus_trl import Engine, EpisodeRunner, prepare_model
 from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.agent.reward import is_exact_match
-from octopus_trl.agent.rollout import prompt_id_of
+from octopus_trl.agent.corpus import read_questions
+from octopus_trl.agent.search import Bm25Backend, token_ends
 from octopus_trl.errors import ConfigError, OctopusError
-from octopus_trl.eval.metrics import summarise
+from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark
+from octopus_trl.eval.grader import AnswerReward
+from octopus_trl.eval.judge import Judge
+from octopus_trl.eval.judge_models import ServerModel
+from octopus_trl.eval.paired import compare
+from octopus_trl.eval.policy_settings import rollout_settings
+from octopus_trl.eval.records import read_records
+from octopus_trl.eval.run import Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
-from octopus_trl.eval.seal_join_backend import load_world
-from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
-from octopus_trl.trace_files import TraceWriter, read_traces
-from octopus_trl.train.startup import load_pretrained, make_output_folder, read_json
+from octopus_trl.eval.seal_join_backend import is_world, load_world
+from octopus_trl.train.startup import load_pretrained, make_output_folder
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
+QUIET = ("output", "live", "limit", "compare", "browsecomp_runs", "judge_url")
+ROLLOUT = ("agent", "exchange", "window", "max_depth", "max_turns", "max_new_tokens", "search_k")
+TELL_EVERY_S = 15.0
 
 
 def main() -> None:
+    asked = arguments()
+    if asked.compare:
+        print(json.dumps(compare_runs(*map(Path, asked.compare)), indent=1))
+        return
+    if asked.output is None:
+        raise ConfigError("--output is missing: name a folder for traces and summary")
+    for name in ("episodes", "limit", "live"):
+        if (value := getattr(asked, name)) is not None and value < 1:
+            raise ConfigError(f"--{name} {value}: must be at least 1")
+    world = is_world(asked.data)
+    settings = rollout_settings(
+        world=world,
+        recipe=asked.recipe,
+        given={
+            **{name: getattr(asked, name) for name in ROLLOUT},
+            "temperature": asked.temperature,
+            "disabled_tools": tuple(asked.disable),
+            "max_live_episodes": asked.live,
+        },
+    )
+    config = RolloutConfig(**settings)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
+    setting = {key: value for key, value in vars(asked).items() if key not in QUIET}
+    setting.pop("loader_options")
+    rows, secret = questions(asked, world, config, setting)
+    folder = make_output_folder(asked.output, "--output")
+    evaluation = Evaluation(
+        folder, rows[: asked.limit], grader=grader(asked), setting=setting, private=secret
+    )
+    corpus: Any
+    if world:
+        corpus = load_world(asked.data, snippet_tokens=0)
+    else:
+        corpus = Bm25Backend.from_folder(
+            asked.data,
+            k1=asked.k1,
+            b=asked.b,
+            snippet_tokens=asked.snippet_tokens,
+            ends=token_ends(tokenizer),
+            page_tokens=config.page_tokens,
+        )
+    tools = RecordingTools(corpus)
+    runner = EpisodeRunner(Engine(policy(asked), page_size=16), tokenizer, tools, config)
+    with Counter() as counter:
+        evaluation.run(runner, tools, seed=asked.seed, tell=counter)
+    name = asked.adapter or asked.model
+    summary = evaluation.finish(browsecomp=name if asked.browsecomp_runs else None)
+    print(json.dumps(summary, indent=1))
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="data/policy/tiny-hybrid", help="folder of the policy")
-    parser.add_argument("--adapter", help="folder of a LoRA adapter on it")
-    parser.add_argument("--data", default="data/seal_join", help="folder of the world")
-    parser.add_argument("--split", choices=SPLITS, default="test")
-    parser.add_argument("--arm", choices=ARMS, default="late")
-    parser.add_argument("--branches", type=int, default=2)
-    parser.add_argument("--episodes", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--disable", nargs="*", default=[], help="tools whose calls are refused")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--live", type=int, default=16, help="episodes at once")
-    parser.add_argument("--output", required=True, help="folder for traces and summary")
-    asked = parser.parse_args()
-    if asked.episodes < 1:
-        raise ConfigError(f"--episodes {asked.episodes}: must be at least 1")
-    most = int(WORLD_ROLLOUT["max_children"])
+    add = parser.add_argument
+    add("--model", default="data/policy/tiny-hybrid", help="folder or hub name of the policy")
+    add("--adapter", help="folder or hub name of a LoRA adapter on it")
+    add("--recipe", help="take rollout settings from a recipe of recipes/")
+    add("--data", default="data/seal_join", help="folder of a world, or of corpus and questions")
+    add("--benchmark", choices=list(BENCHMARKS), help="take the questions from this loader")
+    add("--source", help="of the benchmark: files or hub name; its own default if not given")
+    add("--loader-options", nargs="*", default=[], metavar="KEY=VALUE", help="of the benchmark")
+    add("--split", choices=SPLITS, default="test")
+    add("--arm", choices=ARMS, default="late")
+    add("--branches", type=int, default=2)
+    add("--episodes", type=int, default=200, help="questions that a world makes")
+    add("--limit", type=int, help="ask only the first N questions; more may be asked later")
+    add("--temperature", type=float, default=1.0)
+    add("--disable", nargs="*", default=[], help="tools whose calls are refused")
+    add("--agent", help="tree, flat or compact")
+    add("--exchange", help="mount, transcript or summary")
+    for name in ROLLOUT[2:]:
+        add(f"--{name.replace('_', '-')}", type=int, help="see docs/config.md")
+    add("--k1", type=float, default=0.9)
+    add("--b", type=float, default=0.4)
+    add("--snippet-tokens", type=int, default=512)
+    add("--judge-url", help="OpenAI-compatible server that judges what exact match leaves open")
+    add("--judge-model", help="name of its model")
+    add("--seed", type=int, default=0)
+    add("--live", type=int, default=16, help="episodes at once")
+    add("--browsecomp-runs", action="store_true", help="also write BrowseComp-Plus run files")
+    add("--compare", nargs=2, metavar=("A", "B"), help="paired comparison of two outputs")
+    add("--output", help="folder for traces, records and summary")
+    return parser.parse_args()
+
+
+def questions(
+    asked: argparse.Namespace, world: bool, config: RolloutConfig, setting: dict[str, Any]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Give the questions, and whether they must not be written in clear."""
+    if asked.benchmark is not None:
+        options = dict(option.partition("=")[::2] for option in asked.loader_options)
+        benchmark = load_benchmark(asked.benchmark, asked.source, **options)
+        setting["questions"] = benchmark.fingerprint()
+        return list(benchmark.questions), benchmark.secret
+    if not world:
+        return read_questions(asked.data), False
+    most = config.max_children
     if not 1 <= asked.branches <= most:
         raise ConfigError(
             f"--branches {asked.branches}: must lie in 1..{most}, an episode forks a thread for "
             "each place and has at most that many live"
         )
-
-    backend = load_world(asked.data, snippet_tokens=0)
-    rows = backend.world.questions(
+    rows = load_world(asked.data, snippet_tokens=0).world.questions(
         asked.split,
         asked.episodes,
         arms=(asked.arm,),
         branches=(asked.branches,),
         salt_seed=SALT_SEED + asked.seed,
     )
-    folder = Path(asked.output)
-    setting = {key: value for key, value in vars(asked).items() if key not in ("output", "live")}
+    return list(rows), False
+
+
+def grader(asked: argparse.Namespace) -> AnswerReward:
+    """Give what decides: exact match, then a judge where one is named."""
+    if asked.judge_url is None:
+        return AnswerReward()
+    if asked.judge_model is None:
+        raise ConfigError("--judge-url without --judge-model: name the model that the server runs")
+    cache = Path(asked.output) / "verdicts.jsonl"
+    return AnswerReward(Judge(ServerModel(asked.judge_url, asked.judge_model), cache=cache))
+
+
+def policy(asked: argparse.Namespace) -> Any:
+    """Load the model, with its adapter, on the device that is there."""
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     model = load_pretrained(
-        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=torch.float32
+        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=dtype
     )
     if asked.adapter:
-        model = load_pretrained(
-            partial(PeftModel.from_pretrained, model), "--adapter", asked.adapter
+        load = partial(PeftModel.from_pretrained, model)
+        model = load_pretrained(load, "--adapter", asked.adapter)
+    return prepare_model(model.to("cuda" if on_gpu else "cpu")).eval()
+
+
+def compare_runs(first: Path, second: Path) -> dict[str, Any]:
+    """Compare the graded questions of two outputs pair by pair."""
+    scores = []
+    for folder in (first, second):
+        records = read_records(folder / "records.jsonl")
+        if not records:
+            raise ConfigError(f"{folder}: holds no records.jsonl; give two outputs of evaluate.py")
+        graded = {name: r["score"] for name, r in records.items() if r["score"] is not None}
+        scores.append(graded)
+    return compare(*scores)
+
+
+class Counter:
+    """Shows questions done, right so far and the time left: a bar, or a line now and then."""
+
+    def __enter__(self) -> Callable[[int, int, int], None]:
+        console = Console(stderr=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Progress(
+            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
         )
-    model = prepare_model(model).eval()
-    runner = EpisodeRunner(
-        Engine(model, page_size=16),
-        load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model),
-        backend,
-        RolloutConfig(
-            **WORLD_ROLLOUT,
-            temperature=asked.temperature,
-            disabled_tools=tuple(asked.disable),
-            max_live_episodes=asked.live,
-        ),
-    )
-    _check_setting(folder, setting)
-    answers = {prompt_id_of(row): row["answers"] for row in rows}
-    with TraceWriter(folder / "traces.jsonl") as writer:
-        _run(runner, writer, rows, answers, asked.seed)
-    summary = summarise(list(read_traces(folder / "traces.jsonl")))
-    text = json.dumps({**summary, "setting": setting}, indent=1)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+        self._bar.start()
+        self._task = self._bar.add_task("episodes", total=None)
+        self._began = self._told = time.monotonic()
+        self._first: int | None = None
+        return self._tell
 
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-def _run(runner: EpisodeRunner, writer: TraceWriter, rows: list, answers: dict, seed: int) -> None:
-    done = {trace.prompt_id for trace in read_traces(writer.path)}
-    todo = [row for row in rows if prompt_id_of(row) not in done]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("episodes", total=len(rows), completed=len(rows) - len(todo))
-        right = 0
-
-        def keep(trace: Trace) -> None:
-            nonlocal right
-            gold = answers[trace.prompt_id]
-            trace.reward = float(is_exact_match(trace.meta.get("result"), gold))
-            right += trace.reward == 1.0
-            writer.append(trace)
-            bar.advance(task)
-            bar.update(task, description=f"episodes, {right} right")
-
-        if todo:
-            runner.run(todo, seed=seed, on_trace=keep)
-
-
-def _check_setting(folder: Path, setting: dict) -> None:
-    """Keep one setting a folder, so that a resumed evaluation never mixes two."""
-    path = folder / "setting.json"
-    make_output_folder(folder, "--output")
-    if path.exists() and read_json(str(path), "setting") != setting:
-        raise ConfigError(
-            f"{path} holds another setting: an evaluation goes on only with its own; give another "
-            "--output"
-        )
-    path.write_text(json.dumps(setting, indent=1) + "\n", encoding="utf-8")
+    def _tell(self, done: int, right: int, total: int) -> None:
+        if self._first is None:
+            self._first = done
+        share = f"{right / done:.1%} right" if done else "none right"
+        self._bar.update(self._task, completed=done, total=total, description=f"episodes, {share}")
+        now = time.monotonic()
+        if not self._bar.disable or (now - self._told < TELL_EVERY_S and done < total):
+            return
+        self._told = now
+        left = (now - self._began) / max(done - self._first, 1) * (total - done)
+        print(f"{done}/{total} episodes, {share}, {left:.0f} s left", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
@@ -140,6 +236,9 @@ if __name__ == "__main__":
     except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"error: {error}; the episodes so far are kept", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("stopped; the episodes so far are kept, the same command goes on", file=sys.stderr)
         sys.exit(130)
