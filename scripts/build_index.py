@@ -14,6 +14,7 @@ from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
 from octopus_trl.errors import OctopusError
+from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
 from octopus_trl.protocols import SearchBackend
 
 
@@ -40,6 +41,13 @@ def main() -> int:
     parser.add_argument("folder", help="folder that holds corpus.jsonl (format: data/README.md)")
     parser.add_argument("--k1", type=float, default=0.9, help="saturation of term counts")
     parser.add_argument("--b", type=float, default=0.4, help="weight of document length, 0 to 1")
+    parser.add_argument(
+        "--download",
+        metavar="TABLE",
+        nargs="?",
+        const=CORPUS,
+        help=f"write corpus.jsonl from a table with docid and text first (default {CORPUS})",
+    )
     parser.add_argument("--opensearch", metavar="URL", help="write to this server instead")
     parser.add_argument("--index", default="octopus", help="name of the index on that server")
     parser.add_argument("--user", help="of that server; the password is in OPENSEARCH_PASSWORD")
@@ -48,6 +56,9 @@ def main() -> int:
     try:
         start = time.perf_counter()
         with _Bar() as bar:
+            if options.download:
+                expected = NUM_DOCUMENTS if options.download == CORPUS else None
+                write_corpus(options.folder, options.download, expected=expected, progress=bar.tell)
             corpus = Corpus(options.folder, progress=bar.tell)
             place, backend = _write(options, corpus, bar)
     except OctopusError as error:
