@@ -15,7 +15,7 @@ from tests.train.runs import alternating, asked_rows, make_trainer, replayed
 # What fails, and whether the process of rank 1 lives on for a while with its connections open.
 CASES = {"reward": False, "drawing": False, "update": False, "update, and it hangs": True}
 CAUSE = "the second rank broke"
-HANGS_S = 8.0
+HANGS_S = 5.0
 
 
 class Broken(Exception):

@@ -26,8 +26,8 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "reward", "rollout_kl/mean", "en
     [
         "one",
         pytest.param("ddp", marks=pytest.mark.slow),
-        pytest.param("zero2", marks=[ZERO, pytest.mark.slow]),
-        pytest.param("zero3", marks=ZERO),
+        pytest.param("zero2", marks=ZERO),
+        pytest.param("zero3", marks=[ZERO, pytest.mark.slow]),
     ],
 )
 def test_killed_at_any_moment_and_resumed_every_step_is_bit_for_bit_the_same(
