@@ -19,7 +19,12 @@ from octopus_trl.trace import Segment, ThreadRecord, Trace
 from octopus_trl.trace_files import read_traces
 
 ROWS = [
-    {"id": f"q{at}", "question": f"hidden words {at}?", "answers": [str(at)], "gold_docs": ["d1", "d9"]}
+    {
+        "id": f"q{at}",
+        "question": f"hidden words {at}?",
+        "answers": [str(at)],
+        "gold_docs": ["d1", "d9"],
+    }
     for at in range(7)
 ]
 

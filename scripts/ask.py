@@ -1,0 +1,98 @@
+"""Ask a policy one question over a corpus and watch its threads.
+
+python scripts/ask.py --model MODEL --data FOLDER "Who kept the north gate in winter?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from rich.live import Live
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from octopus_trl import Engine, EpisodeRunner, prepare_model
+from octopus_trl.agent.config import RolloutConfig
+from octopus_trl.agent.search import Bm25Backend, token_ends
+from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.eval.policy_settings import rollout_settings
+from octopus_trl.report.growing import GrowingTree
+from octopus_trl.trace_files import write_traces
+from octopus_trl.train.startup import load_pretrained
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("question")
+    parser.add_argument("--model", default="data/policy/tiny-hybrid", help="folder or hub name")
+    parser.add_argument("--adapter", help="folder or hub name of a LoRA adapter on it")
+    parser.add_argument("--recipe", help="take rollout settings from a recipe of recipes/")
+    parser.add_argument("--data", required=True, help="folder with corpus.jsonl")
+    parser.add_argument("--k1", type=float, default=0.9)
+    parser.add_argument("--b", type=float, default=0.4)
+    parser.add_argument("--snippet-tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, help="of the recipe, or 1, if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=Path, help="keep the episode there, for scripts/view.py")
+    asked = parser.parse_args()
+    if not asked.question.strip():
+        raise ConfigError("the question is empty: give one in quotes")
+    given = {"temperature": asked.temperature}
+    settings = rollout_settings(world=False, recipe=asked.recipe, given=given)
+    config = RolloutConfig(**settings)
+    tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
+    corpus = Bm25Backend.from_folder(
+        asked.data,
+        k1=asked.k1,
+        b=asked.b,
+        snippet_tokens=asked.snippet_tokens,
+        ends=token_ends(tokenizer),
+        page_tokens=config.page_tokens,
+    )
+    runner = EpisodeRunner(Engine(policy(asked), page_size=16), tokenizer, corpus, config)
+    grown = GrowingTree(asked.question)
+    console = Console(highlight=False)
+    with Live(grown.tree, console=console, refresh_per_second=4, vertical_overflow="visible"):
+        (trace,) = runner.run(
+            [{"id": "ask", "question": asked.question}],
+            seed=asked.seed,
+            on_event=lambda _, event: grown.feed(event),
+        )
+        # The last events come with the episode's end, after which nothing is told any more.
+        told = GrowingTree(asked.question)
+        for event in trace.events:
+            told.feed(event)
+        grown.tree.children[:] = told.tree.children
+    if asked.trace is not None:
+        write_traces(asked.trace, [trace])
+    answer = trace.meta.get("result")
+    print(answer if answer is not None else "no answer: the root ended without a commit")
+
+
+def policy(asked: argparse.Namespace) -> Any:
+    """Load the model, with its adapter, on the device that is there."""
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    model = load_pretrained(
+        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=dtype
+    )
+    if asked.adapter:
+        load = partial(PeftModel.from_pretrained, model)
+        model = load_pretrained(load, "--adapter", asked.adapter)
+    return prepare_model(model.to("cuda" if on_gpu else "cpu")).eval()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except OctopusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
