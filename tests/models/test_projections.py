@@ -17,7 +17,7 @@ from tests.tiny import tiny_dense, with_lora
 NAMES = ("q_proj", "k_proj", "v_proj")
 
 
-def layers(model: Any, index: int = 0) -> list[tuple[str, nn.Module]]:
+def layers(model: Any, index: int = 0) -> list[tuple[str, Any]]:
     """Three projections of one input, of unequal widths."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     attention = model.model.layers[index].self_attn

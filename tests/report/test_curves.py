@@ -33,7 +33,11 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_read_in_step_order_without_evaluation_and_summary_rows(tmp_path: Path) -> None:
-    logged = [*rows(3)[::-1], {"step": 3, "train_runtime": 1.0}, {"step": 2, "eval_reward": 1.0}]
+    logged: list[dict[str, Any]] = [
+        *rows(3)[::-1],
+        {"step": 3, "train_runtime": 1.0},
+        {"step": 2, "eval_reward": 1.0},
+    ]
     run = read_run(leave_log(tmp_path / "r", logged))
     assert run.name == "r"
     assert run.series("reward") == ([1, 2, 3], [1 / 3, 2 / 3, 1.0])
@@ -46,7 +50,7 @@ def test_the_latest_checkpoint_speaks_for_a_run_that_goes_on(tmp_path: Path) -> 
 
 
 def test_values_that_are_no_numbers_are_no_points(tmp_path: Path) -> None:
-    logged = [
+    logged: list[dict[str, Any]] = [
         {"step": 1, "reward": float("nan")},
         {"step": 2, "reward": 0.5},
         {"step": 3, "loss": 0},

@@ -42,7 +42,7 @@ def test_the_chunked_reference_passes() -> None:
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta", "initial_state"])
 def test_one_wrong_gradient_stops_the_run_and_names_the_fix(name: str) -> None:
-    def wrong(q: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+    def wrong(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         given["q"] = q
         given[name] = Scaled.apply(given[name])
         return delta_rule.gated_delta_rule(**given)
@@ -53,7 +53,7 @@ def test_one_wrong_gradient_stops_the_run_and_names_the_fix(name: str) -> None:
 
 
 def test_a_run_that_starts_from_nothing_is_seen() -> None:
-    def forgets(q: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+    def forgets(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         given["initial_state"] = given["initial_state"] * 0
         return delta_rule.gated_delta_rule(q, **given)
 
@@ -62,7 +62,7 @@ def test_a_run_that_starts_from_nothing_is_seen() -> None:
 
 
 def test_nan_does_not_pass() -> None:
-    def broken(q: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+    def broken(q: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
         o, state = delta_rule.gated_delta_rule(q, **given)
         return o, state * float("nan")
 
@@ -97,7 +97,11 @@ def test_a_cpu_run_says_that_it_takes_the_references() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_kernels_of_this_machine_pass(dtype: torch.dtype) -> None:
-    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 64}
+    sizes: dict[str, Any] = {
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "head_dim": 64,
+    }
     model = prepare_model(tiny_hybrid(**sizes))
     lines = check_kernels(model, torch.device("cuda", 0), dtype)
     assert len(lines) == 2
