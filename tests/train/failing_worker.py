@@ -34,7 +34,8 @@ def run(folder: Path, case: str, rank: int) -> None:
     def fail(*given: Any, **named: Any) -> Any:
         raise Broken(CAUSE)
 
-    settings = {"per_device_train_batch_size": 2, "max_steps": 2}
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2}
+    settings |= {"max_turns": 2, "max_new_tokens": 4, "num_pages": 200, "window": 1024}
     trainer = make_trainer(folder / "run", None, asked_rows(4), reward=judge, **settings)
     if rank == 1 and case == "drawing":
         trainer._policy._awake = fail
