@@ -25,12 +25,13 @@ from trl import ModelConfig, get_peft_config
 from octopus_trl.agent.corpus import read_questions
 from octopus_trl.agent.reward import exact_match
 from octopus_trl.agent.search import Bm25Backend, token_ends
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError, OctopusError, RankFailed
 from octopus_trl.eval.seal_join_backend import is_world, load_world
 from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.interrupt import StopGracefully
 from octopus_trl.train.progress import ShowProgress
+from octopus_trl.train.ranks import EXIT_CODE as RANK_FAILED
 from octopus_trl.train.startup import (
     check_report_to,
     load_pretrained,
@@ -229,7 +230,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except OctopusError as error:
         say(f"error: {error}")
-        sys.exit(2)
+        sys.exit(RANK_FAILED if isinstance(error, RankFailed) else 2)
     except KeyboardInterrupt:
         say(f"interrupted; {kept(sys.argv)}")
         sys.exit(130)
