@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from octopus_trl.errors import ConfigError
 
-INSTALL = 'DS_BUILD_OPS=0 pip install "deepspeed>=0.19,<0.20"'
-
 
 def zero_stage(accelerator: Any) -> int:
     """Give the ZeRO stage that this run was launched with, 0 without DeepSpeed."""
