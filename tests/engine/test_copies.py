@@ -81,9 +81,9 @@ def test_an_engine_that_copied_would_show_it(hybrid: Any, monkeypatch: pytest.Mo
         copy_state(engine, cursor._tail)
         return fork(cursor)
 
-    def mounts(*span: Any) -> int:
+    def mounts(*span: Any, **rule: Any) -> int:
         copy_pages(engine, 5)
-        return mount(*span)
+        return mount(*span, **rule)
 
     def rewinds(*place: Any) -> None:
         copy_state(engine, place[1])

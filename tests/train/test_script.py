@@ -221,7 +221,10 @@ def test_questions_that_no_episode_could_fork_for_are_refused_by_name(
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_of_the_small_world_run_under_what_its_policy_was_trained_on(recipe: Path) -> None:
     settings = yaml.safe_load(recipe.read_text())
-    assert {key: settings[key] for key in WORLD_ROLLOUT} == WORLD_ROLLOUT
+    same = set(WORLD_ROLLOUT)
+    if settings.get("agent") == "compact":  # a window that fills is what it is about
+        same.remove("window")
+    assert {key: settings[key] for key in same} == {key: WORLD_ROLLOUT[key] for key in same}
 
 
 def test_the_table_of_settings_is_current() -> None:
