@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from peft import PeftModel
 from rich.console import Console
 from rich.live import Live
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from octopus_trl import Engine, EpisodeRunner, prepare_model
+from octopus_trl import Engine, EpisodeRunner
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.search import Bm25Backend, token_ends
 from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.policy_settings import rollout_settings
 from octopus_trl.report.growing import GrowingTree
 from octopus_trl.trace_files import write_traces
-from octopus_trl.train.startup import load_pretrained
+from octopus_trl.train.startup import load_policy, load_pretrained
 
 
 def main() -> None:
@@ -55,7 +51,9 @@ def main() -> None:
         ends=token_ends(tokenizer),
         page_tokens=config.page_tokens,
     )
-    runner = EpisodeRunner(Engine(policy(asked), page_size=16), tokenizer, corpus, config)
+    runner = EpisodeRunner(
+        Engine(load_policy(asked.model, asked.adapter), page_size=16), tokenizer, corpus, config
+    )
     grown = GrowingTree(asked.question)
     console = Console(highlight=False)
     with Live(grown.tree, console=console, refresh_per_second=4, vertical_overflow="visible"):
@@ -73,19 +71,6 @@ def main() -> None:
         write_traces(asked.trace, [trace])
     answer = trace.meta.get("result")
     print(answer if answer is not None else "no answer: the root ended without a commit")
-
-
-def policy(asked: argparse.Namespace) -> Any:
-    """Load the model, with its adapter, on the device that is there."""
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = load_pretrained(
-        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=dtype
-    )
-    if asked.adapter:
-        load = partial(PeftModel.from_pretrained, model)
-        model = load_pretrained(load, "--adapter", asked.adapter)
-    return prepare_model(model.to("cuda" if on_gpu else "cpu")).eval()
 
 
 if __name__ == "__main__":

@@ -18,17 +18,14 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import PeftModel
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from octopus_trl import Engine, EpisodeRunner, prepare_model
+from octopus_trl import Engine, EpisodeRunner
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.corpus import read_questions
 from octopus_trl.agent.search import Bm25Backend, token_ends
@@ -43,7 +40,7 @@ from octopus_trl.eval.records import read_records
 from octopus_trl.eval.run import Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import is_world, load_world
-from octopus_trl.train.startup import load_pretrained, make_output_folder
+from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
 QUIET = ("output", "live", "limit", "compare", "browsecomp_runs", "judge_url")
@@ -94,7 +91,9 @@ def main() -> None:
             page_tokens=config.page_tokens,
         )
     tools = RecordingTools(corpus)
-    runner = EpisodeRunner(Engine(policy(asked), page_size=16), tokenizer, tools, config)
+    runner = EpisodeRunner(
+        Engine(load_policy(asked.model, asked.adapter), page_size=16), tokenizer, tools, config
+    )
     with Counter() as counter:
         evaluation.run(runner, tools, seed=asked.seed, tell=counter)
     name = asked.adapter or asked.model
@@ -172,19 +171,6 @@ def grader(asked: argparse.Namespace) -> AnswerReward:
         raise ConfigError("--judge-url without --judge-model: name the model that the server runs")
     cache = Path(asked.output) / "verdicts.jsonl"
     return AnswerReward(Judge(ServerModel(asked.judge_url, asked.judge_model), cache=cache))
-
-
-def policy(asked: argparse.Namespace) -> Any:
-    """Load the model, with its adapter, on the device that is there."""
-    on_gpu = torch.cuda.is_available()
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = load_pretrained(
-        AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=dtype
-    )
-    if asked.adapter:
-        load = partial(PeftModel.from_pretrained, model)
-        model = load_pretrained(load, "--adapter", asked.adapter)
-    return prepare_model(model.to("cuda" if on_gpu else "cpu")).eval()
 
 
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:

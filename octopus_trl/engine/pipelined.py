@@ -19,7 +19,7 @@ from octopus_trl.engine.prefill import Part
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.scheduler import Scheduler
 from octopus_trl.engine.turn import Turn
-from octopus_trl.errors import OctopusError, PoolExhausted
+from octopus_trl.errors import OctopusError
 
 MOST_ALONG = 64  # given tokens of a turn that may go with the decode steps, one a step
 
@@ -262,24 +262,10 @@ class PipelinedScheduler(Scheduler):
         if row is not None:
             self._runner.give_lane(row.lane)
 
-    def _catch_up(self, turn: Turn) -> None:
-        """Feed all that a paused turn had drawn at once, if there is room."""
-        if turn.cursor._tail.epoch != self._epoch():
-            return
-        try:
-            with self._runner.evaluating():
-                if turn.growth is None:
-                    self._begin(turn)
-                growth = turn.growth
-                assert growth is not None
-                while turn.fed < turn.length:
-                    chunk = self._next_chunk(turn, self._runner.prefill_chunk)
-                    part = self._runner.reserve_chunk(growth, chunk)
-                    self._runner.feed([part])
-                    self._advance(turn, len(part.tokens))
-        except BaseException as error:
-            growth, turn.growth, turn.fed = turn.growth, None, 0
-            if growth is not None:
-                self._runner.abort(growth)
-            if not isinstance(error, PoolExhausted):
-                raise
+    def _feed_known(self, turn: Turn, growth: Growth) -> None:
+        """Feed all tokens that a turn knows, in chunks."""
+        while turn.fed < turn.length:
+            chunk = self._next_chunk(turn, self._runner.prefill_chunk)
+            part = self._runner.reserve_chunk(growth, chunk)
+            self._runner.feed([part])
+            self._advance(turn, len(part.tokens))

@@ -214,18 +214,22 @@ class Scheduler:
                     self._begin(turn)
                 growth = turn.growth
                 assert growth is not None
-                while turn.fed < self._to_prefill(turn):
-                    self._feed_chunk(turn, growth)
-                while turn.fed < turn.length:
-                    slots = self._runner.reserve(growth)
-                    self._runner.decode([growth], turn.known(turn.fed, turn.fed + 1), [slots])
-                    self._advance(turn, 1)
+                self._feed_known(turn, growth)
         except BaseException as error:
             growth, turn.growth, turn.fed = turn.growth, None, 0
             if growth is not None:
                 self._runner.abort(growth)
             if not isinstance(error, PoolExhausted):
                 raise
+
+    def _feed_known(self, turn: Turn, growth: Growth) -> None:
+        """Feed all tokens that a turn knows, as they were fed before it paused."""
+        while turn.fed < self._to_prefill(turn):
+            self._feed_chunk(turn, growth)
+        while turn.fed < turn.length:
+            slots = self._runner.reserve(growth)
+            self._runner.decode([growth], turn.known(turn.fed, turn.fed + 1), [slots])
+            self._advance(turn, 1)
 
     # Passes
 

@@ -7,15 +7,20 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import yaml
+from peft import PeftModel
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import TrlParser
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.models import prepare_model
 
 
 class RecipeParser(TrlParser):
@@ -93,6 +98,23 @@ def load_pretrained(load: Callable[..., Any], setting: str, name: str, **options
             f"{setting}={name}: {place}{first_line(error)}; name a folder with config, weights and "
             "tokenizer, or a hub model"
         ) from None
+
+
+def load_policy(model: str, adapter: str | None = None) -> Any:
+    """Load a prepared policy for drawing, on the GPU in bfloat16 if there is one.
+
+    Args:
+        model: folder or hub name, the setting `--model`.
+        adapter: folder or hub name of a LoRA adapter on it, the setting `--adapter`.
+    Raises:
+        ConfigError: there is none of that name, its files are broken, or its class has no mixers.
+    """
+    on_gpu = torch.cuda.is_available()
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    policy = load_pretrained(AutoModelForCausalLM.from_pretrained, "--model", model, dtype=dtype)
+    if adapter:
+        policy = load_pretrained(partial(PeftModel.from_pretrained, policy), "--adapter", adapter)
+    return prepare_model(policy.to("cuda" if on_gpu else "cpu")).eval()
 
 
 def read_json(path: str, setting: str) -> Any:
