@@ -114,7 +114,7 @@ def _check_segment(trace: Trace, index: int, segment: Segment, vocab_size: int |
     def fail(rule: str, got: object, want: object) -> TraceError:
         return TraceError(f"segment {segment.id}: {rule}: got {got}, must be {want}")
 
-    if segment.id != index:
+    if not is_int(segment.id) or segment.id != index:
         raise fail("ids count up from 0 in creation order", segment.id, index)
     if segment.kind not in KINDS:
         raise fail("kind", repr(segment.kind), f"one of {KINDS}")

@@ -399,11 +399,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(place=st.sampled_from(_places(small())), junk=JUNK)
-def test_any_value_anywhere_gives_a_sound_trace_or_a_trace_error(
-    place: tuple[Any, ...], junk: Any
-) -> None:
+def _loads_soundly_or_refuses(place: tuple[Any, ...], junk: Any) -> None:
     record = small()
     inner: Any = record
     for key in place[:-1]:
@@ -417,6 +413,20 @@ def test_any_value_anywhere_gives_a_sound_trace_or_a_trace_error(
     assert again == trace or "NaN" in json.dumps(trace.to_dict())
     for segment in trace.segments:
         trace.linearize(segment.id)
+
+
+@settings(max_examples=200, deadline=None)
+@given(place=st.sampled_from(_places(small())), junk=JUNK)
+def test_any_value_anywhere_gives_a_sound_trace_or_a_trace_error(
+    place: tuple[Any, ...], junk: Any
+) -> None:
+    _loads_soundly_or_refuses(place, junk)
+
+
+@pytest.mark.parametrize("junk", [False, True, 0.0, 1.0, -1, None, "", [], {}, [[]], [False]])
+def test_values_that_equal_an_integer_but_are_none_are_refused_in_every_place(junk: Any) -> None:
+    for place in _places(small()):
+        _loads_soundly_or_refuses(place, junk)
 
 
 @settings(max_examples=60, deadline=None)
