@@ -3,8 +3,11 @@
     python scripts/evaluate.py --model data/policy/tiny-hybrid --output runs/eval-late
     python scripts/evaluate.py --model MODEL --adapter ADAPTER --recipe RECIPE --data FOLDER \
         --limit 50 --output runs/eval-mine
+    python scripts/evaluate.py --exchange transcript --output runs/pasted
+    python scripts/evaluate.py --disable fork --output runs/no-fork
     python scripts/evaluate.py --compare runs/before runs/after
 
+One set of weights runs under every setting: those of `--recipe`, then what is given by hand.
 Writes `traces.jsonl`, `records.jsonl` and `summary.json`; `--browsecomp-runs` adds run files of
 BrowseComp-Plus's format. Episodes that a stopped evaluation has already written are not run again,
 and none is lost. `--data` is the seal join world or a folder with corpus and questions;
@@ -44,8 +47,10 @@ from octopus_trl.train.startup import load_policy, load_pretrained, make_output_
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
 QUIET = ("output", "live", "limit", "compare", "browsecomp_runs", "judge_url")
-ROLLOUT = ("agent", "exchange", "window", "max_depth", "max_turns", "max_new_tokens", "search_k")
+SYSTEMS = ("agent", "exchange", "position")
+LIMITS = ("window", "max_depth", "max_turns", "max_new_tokens", "search_k")
 TELL_EVERY_S = 15.0
+TRUTH = {"true": True, "false": False}
 
 
 def main() -> None:
@@ -63,7 +68,8 @@ def main() -> None:
         world=world,
         recipe=asked.recipe,
         given={
-            **{name: getattr(asked, name) for name in ROLLOUT},
+            **{name: getattr(asked, name) for name in (*SYSTEMS, *LIMITS)},
+            "tools_exposed": TRUTH.get(asked.tools_exposed),
             "temperature": asked.temperature,
             "disabled_tools": tuple(asked.disable),
             "max_live_episodes": asked.live,
@@ -119,9 +125,14 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=int, help="ask only the first N questions; more may be asked later")
     add("--temperature", type=float, default=1.0)
     add("--disable", nargs="*", default=[], help="tools whose calls are refused")
-    add("--agent", help="tree, flat or compact")
-    add("--exchange", help="mount, transcript or summary")
-    for name in ROLLOUT[2:]:
+    for name in SYSTEMS:
+        add(f"--{name}", help="the system that runs: see octopus_trl/agent/systems.py")
+    add(
+        "--tools-exposed",
+        choices=list(TRUTH),
+        help="whether the prompt names the primitives (--disable names and refuses them)",
+    )
+    for name in LIMITS:
         add(f"--{name.replace('_', '-')}", type=int, help="see docs/config.md")
     add("--k1", type=float, default=0.9)
     add("--b", type=float, default=0.4)

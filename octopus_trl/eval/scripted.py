@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from octopus_trl.agent.systems import POSITIONS
 from octopus_trl.errors import ClosedCursor, ConfigError
 from octopus_trl.protocols import Finished, SamplingParams
 
@@ -40,10 +41,15 @@ class Script(Protocol):
 
 @dataclass(slots=True)
 class ScriptedCursor:
-    """A chain of blocks; mounts only move the position, as a script reads no foreign text."""
+    """A chain of blocks; mounts only move the position, as a script reads no foreign text.
+
+    Attributes:
+        read: what was mounted, each span after how many tokens of the chain.
+    """
 
     script: Script
     blocks: list[Block] = field(default_factory=list)
+    read: list[tuple[int, list[Block]]] = field(default_factory=list)
     fork_tokens: int = 0
     position: int = 0
     closed: bool = False
@@ -87,7 +93,11 @@ class ScriptedEngine:
         self._check(cursor)
         self._counts["forks"] += 1
         return ScriptedCursor(
-            cursor.script, list(cursor.blocks), cursor.num_tokens, cursor.position
+            cursor.script,
+            list(cursor.blocks),
+            list(cursor.read),
+            cursor.num_tokens,
+            cursor.position,
         )
 
     def extend(self, cursor: ScriptedCursor, tokens: Sequence[int]) -> ScriptedCursor:
@@ -102,19 +112,40 @@ class ScriptedEngine:
         since: ScriptedCursor | None = None,
         *,
         position: str = "jump",
+        exchange: str = "mount",
     ) -> ScriptedCursor:
-        """Move past the source, as paper Eq. 2 says, where it has grown since its fork.
+        """Move to where the rule puts a reader of what the source wrote since its fork.
 
+        Args:
+            position: see `dag.starts`.
+            exchange: "mount" or "splice"; a script has no states, so they are the same here.
         Raises:
-            ConfigError: another position rule is asked for.
+            ConfigError: `position` or `exchange` is unknown.
         """
         self._check(cursor)
-        if position != "jump":
-            raise ConfigError(f"position={position!r}: scripts place readers by jump only")
+        for name, value, known in (
+            ("position", position, POSITIONS),
+            ("exchange", exchange, ("mount", "splice")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name}={value!r}: must be one of {', '.join(known)}")
         self._counts["mounts"] += 1
         floor = source.fork_tokens if since is None else since.num_tokens
-        if source.num_tokens > floor:
-            cursor.position = max(cursor.position, source.position)
+        known_blocks = set(map(id, cursor.blocks)).union(
+            *(map(id, span) for _, span in cursor.read)
+        )
+        first, length, new = 0, 0, []
+        for block in source.blocks:
+            if block.end > floor and id(block) not in known_blocks:
+                length += block.end - first
+                new.append(block)
+            first = block.end
+        if new:
+            cursor.read.append((cursor.num_tokens, new))
+            if position == "jump":
+                cursor.position = max(cursor.position, new[-1].position)
+            elif position == "reencode":
+                cursor.position += length
         return cursor
 
     def rewind(self, cursor: ScriptedCursor, num_tokens: int) -> ScriptedCursor:
@@ -132,6 +163,7 @@ class ScriptedEngine:
             )
         self._counts["rewinds"] += 1
         cursor.blocks, cursor.position = kept, kept[-1].position
+        cursor.read = [(at, span) for at, span in cursor.read if at < num_tokens]
         return cursor
 
     def close(self, cursor: ScriptedCursor) -> None:

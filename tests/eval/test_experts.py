@@ -14,6 +14,7 @@ import pytest
 
 from octopus_trl.agent.calls import read_xml
 from octopus_trl.agent.rollout import EpisodeRunner, RolloutConfig
+from octopus_trl.agent.systems import POSITIONS
 from octopus_trl.errors import ClosedCursor, ConfigError, TraceError
 from octopus_trl.eval.scripted import Block, ScriptedEngine
 from octopus_trl.eval.seal_join import ARMS, World, WorldConfig
@@ -210,7 +211,8 @@ def test_episodes_of_many_rows_share_one_engine(backend: SealJoinBackend) -> Non
     assert stats["tokens_fed"] == fed
 
 
-def test_engine_positions_are_those_of_the_trace(backend: SealJoinBackend) -> None:
+@pytest.mark.parametrize("position", POSITIONS)
+def test_engine_positions_are_those_of_the_trace(backend: SealJoinBackend, position: str) -> None:
     seen: list[int] = []
 
     class Watched(ScriptedEngine):
@@ -221,10 +223,10 @@ def test_engine_positions_are_those_of_the_trace(backend: SealJoinBackend) -> No
 
     row = backend.world.question("train", "late", 2, 3)
     engine = Watched(TOKENIZER, lambda _: ExpertPolicy(backend.world, row, options=PLAIN))
-    runner = EpisodeRunner(
-        engine, TOKENIZER, backend, RolloutConfig(**WORLD_ROLLOUT, tool_workers=0)
-    )
-    (trace,) = runner.run([row])
+    config = RolloutConfig(**WORLD_ROLLOUT, tool_workers=0, position=position)
+    (trace,) = EpisodeRunner(engine, TOKENIZER, backend, config).run([row])
+    trace.check()
+    assert any(segment.mounts for segment in trace.segments)
     starts = [segment.start for segment in trace.segments if segment.kind == "action"]
     assert sorted(seen) == sorted(starts)
 
@@ -261,6 +263,10 @@ def test_scripted_cursors_fork_rewind_and_close() -> None:
     cancelled = engine.submit(child, [], sampling, until={0})
     assert engine.cancel(cancelled) == ([], [])
     assert engine.step() == []
+    rules: list[dict[str, Any]] = [{"position": "beside"}, {"exchange": "summary"}]
+    for rule in rules:
+        with pytest.raises(ConfigError, match="must be one of"):
+            engine.mount(root, child, **rule)
     engine.close(child)
     with pytest.raises(ClosedCursor):
         engine.extend(child, [1])
