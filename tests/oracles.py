@@ -125,7 +125,7 @@ def brute_hidden(
     """
     flat = flatten(trace)
     base = _base(model)
-    kinds = base.config.layer_types
+    kinds = getattr(base.config, "layer_types", None) or ["full_attention"] * len(base.layers)
     if mount_layers is None:
         mount_layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     leaves = [s for s in range(len(flat.chains)) if not any(s in c[:-1] for c in flat.chains)]

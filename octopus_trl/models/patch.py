@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from octopus_trl.errors import ConfigError
@@ -21,8 +22,11 @@ from octopus_trl.models.spec import ModelSpec, read_spec
 
 BACKBONES = (QWEN3_5, QWEN3, BAMBA, GRANITE)
 
-# A pass brings its own visibility; the model must not build a mask from scattered positions.
+# A pass brings its own visibility; the model must not build a mask from scattered positions. Models
+# whose config names layer kinds take one mask a kind; the others take a mask of four dimensions as
+# final, and no mixer looks at it.
 _NO_MASKS: dict[str, None] = {"full_attention": None, "linear_attention": None}
+_NO_MASK = torch.empty(0, 0, 0, 0)
 
 
 class _PassForward:
@@ -32,10 +36,11 @@ class _PassForward:
         """Run one pass of ours, or the stock forward where `octopus` is None."""
         if octopus is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
+        by_kind = getattr(self.config, "layer_types", None) is not None  # type: ignore[attr-defined]
         outputs = self.model(  # type: ignore[attr-defined]
             input_ids=octopus.input_ids,
             position_ids=octopus.position_ids,
-            attention_mask=_NO_MASKS,
+            attention_mask=_NO_MASKS if by_kind else _NO_MASK,
             use_cache=False,
             octopus=octopus,
         )

@@ -64,17 +64,7 @@ def read_spec(
     Raises:
         ConfigError: a layer kind is unknown, or the mount set does not fit the layers.
     """
-    kinds: list[LayerKind] = []
-    for index, kind in enumerate(config.layer_types):
-        if kind == "full_attention":
-            kinds.append("attention")
-        elif kind == "linear_attention":
-            kinds.append("recurrent")
-        else:
-            raise ConfigError(
-                f"layer {index} is {kind!r}: only full_attention and linear_attention layers can "
-                "run as threads; a sliding window would drop pages that siblings still read"
-            )
+    kinds = _layer_kinds(config)
     hybrid = "recurrent" in kinds
     attention = [index for index, kind in enumerate(kinds) if kind == "attention"]
     carried = sizes(config) if hybrid else RecurrentSizes((), ())
@@ -90,6 +80,26 @@ def read_spec(
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
     )
+
+
+def _layer_kinds(config: Any) -> list[LayerKind]:
+    """Read the kind of each layer; a config that names none has attention throughout."""
+    named = getattr(config, "layer_types", None)
+    if named is None:
+        window = getattr(config, "sliding_window", None) is not None
+        named = ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+    kinds: list[LayerKind] = []
+    for index, kind in enumerate(named):
+        if kind == "full_attention":
+            kinds.append("attention")
+        elif kind == "linear_attention":
+            kinds.append("recurrent")
+        else:
+            raise ConfigError(
+                f"layer {index} is {kind!r}: only full_attention and linear_attention layers can "
+                "run as threads; a sliding window would drop pages that siblings still read"
+            )
+    return kinds
 
 
 def _mount_set(
