@@ -1,4 +1,12 @@
-"""Check a corpus folder and write its BM25 index beside it: `build_index.py FOLDER`."""
+"""Check a corpus folder and write its BM25 index beside it.
+
+    python scripts/build_index.py FOLDER --try-query "some words"
+    python scripts/build_index.py data/openresearcher --questions open-researcher \
+        --download OpenResearcher/OpenResearcher-Corpus
+
+The index is written beside its place and renamed: a build that was stopped leaves none, and the
+same command starts again. A corpus that is there is not downloaded again.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,17 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from octopus_trl.agent.corpus import Corpus
+from octopus_trl.agent.corpus import CORPUS_FILE, Corpus, write_questions
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
-from octopus_trl.errors import OctopusError
+from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
+from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark
 from octopus_trl.protocols import SearchBackend
 
 
@@ -37,7 +47,7 @@ class _Bar(Progress):
 
 def main() -> int:
     """Index the corpus of a folder; a broken line ends in one message."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", help="folder that holds corpus.jsonl (format: data/README.md)")
     parser.add_argument("--k1", type=float, default=0.9, help="saturation of term counts")
     parser.add_argument("--b", type=float, default=0.4, help="weight of document length, 0 to 1")
@@ -46,7 +56,14 @@ def main() -> int:
         metavar="TABLE",
         nargs="?",
         const=CORPUS,
-        help=f"write corpus.jsonl from a table with docid and text first (default {CORPUS})",
+        help=f"write corpus.jsonl from a table with docid and text ({CORPUS}), unless it is there",
+    )
+    parser.add_argument(
+        "--questions", choices=list(BENCHMARKS), help="write this benchmark's questions.jsonl too"
+    )
+    parser.add_argument("--source", help="of the benchmark: files or hub name")
+    parser.add_argument(
+        "--loader-options", nargs="*", default=[], metavar="KEY=VALUE", help="of the benchmark"
     )
     parser.add_argument("--opensearch", metavar="URL", help="write to this server instead")
     parser.add_argument("--index", default="octopus", help="name of the index on that server")
@@ -56,6 +73,10 @@ def main() -> int:
     try:
         start = time.perf_counter()
         with _Bar() as bar:
+            if options.questions:
+                save_questions(options)
+            if (Path(options.folder) / CORPUS_FILE).is_file():
+                options.download = None
             if options.download:
                 expected = NUM_DOCUMENTS if options.download == CORPUS else None
                 write_corpus(options.folder, options.download, expected=expected, progress=bar.tell)
@@ -81,6 +102,26 @@ def main() -> int:
         for hit in backend.search(options.try_query, 5):
             print(f"{hit.score:8.3f}  {hit.docid}  {hit.title}")
     return 0
+
+
+def save_questions(options: argparse.Namespace) -> None:
+    """Write the questions of a benchmark beside the corpus that they are asked over.
+
+    Raises:
+        ConfigError: the benchmark cannot be loaded, or must not be written in clear.
+    """
+    name = options.questions
+    asked = dict(option.partition("=")[::2] for option in options.loader_options)
+    chosen = load_benchmark(name, options.source, **asked)
+    if chosen.secret:
+        raise ConfigError(
+            f"--questions {name}: its questions must not be written in clear; scripts/evaluate.py "
+            f"--benchmark {name} holds them in memory alone"
+        )
+    path = write_questions(options.folder, chosen.questions)
+    print(f"{len(chosen)} questions of {chosen.name} in {path}")
+    for note in chosen.notes:
+        print(f"  {note}")
 
 
 def _write(options: argparse.Namespace, corpus: Corpus, bar: _Bar) -> tuple[str, SearchBackend]:

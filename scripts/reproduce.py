@@ -2,12 +2,14 @@
 
     python scripts/reproduce.py --claim kl-live
     python scripts/reproduce.py --table storage --scale small
-    python scripts/reproduce.py --all --scale small --output runs/claims
+    python scripts/reproduce.py --all --scale small --output runs/claims   again: goes on
     python scripts/reproduce.py --write    README block and docs/claims.md from data/claims.yaml
 
 `--scale small` runs the stand-ins that a CPU can do; `--scale full` prints the command, recipe and
-hardware of the paper's own setting, which is started by hand. Exit codes: 0 everything asked for
-ran or says why it does not; 1 a command failed; 2 a setting is wrong.
+hardware of the paper's own setting, which is started by hand. A claim that fails stops no other.
+What a stopped run has finished is in its folder, and the same `--output` does not run it again.
+Exit codes: 0 everything asked for ran or says why it does not; 1 a command failed; 2 a setting is
+wrong; 130 it was stopped.
 """
 
 from __future__ import annotations
@@ -15,9 +17,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -55,20 +61,70 @@ def main() -> int:
     chosen = pick(claims, asked.claim, asked.table)
     stamp = datetime.datetime.now(tz=datetime.UTC).strftime("%Y%m%d-%H%M%S")
     folder = (asked.output or ROOT / "runs" / f"claims-{stamp}").resolve()
-    failed = False
-    rows = []
-    runs = Reproduction(ROOT, folder)
-    for claim in chosen:
-        ours, state = take(claim, asked.scale, runs)
-        failed |= state == "failed"
-        rows.append({"id": claim.id, "paper": claim.paper, "ours": ours, "state": state})
-        print(f"{claim.id}: {ours}", file=sys.stderr, flush=True)
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        rows = reproduce(chosen, asked.scale, folder)
+    except KeyboardInterrupt:
+        tell(f"stopped; go on with the same command and --output {folder}")
+        return 130
     Console(highlight=False).print(table_of(chosen, rows))
-    if runs.done or runs.failed:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / "claims.jsonl").write_text(text, encoding="utf-8")
+    if any(row["commit"] for row in rows):
         print(f"runs and claims.jsonl in {folder}")
-    return int(failed)
+    return int(any(row["state"] == "failed" for row in rows))
+
+
+def reproduce(chosen: Sequence[Claim], scale: str, folder: Path) -> list[dict[str, Any]]:
+    """Take claims one by one, tell what is done and left, and keep the rows in `claims.jsonl`."""
+    runs = Reproduction(ROOT, folder, tell)
+    lists = {claim.small.commands for claim in chosen if claim.small and scale == "small"}
+    rows: list[dict[str, Any]] = []
+    begun, counted = time.monotonic(), 0
+    for claim in chosen:
+        ours, state = take(claim, scale, runs)
+        ran = runs.finished.get(claim.small.commands) if claim.small else None
+        rows.append(
+            {
+                "id": claim.id,
+                "paper": claim.paper,
+                "ours": ours,
+                "state": state,
+                "commit": ran and ran.commit,
+                "date": ran and ran.date,
+                "seconds": ran and round(ran.seconds, 1),
+            }
+        )
+        tell(f"{claim.id}: {ours}")
+        done = len(runs.finished) + len(runs.failed)
+        if done > counted:
+            counted, spent = done, time.monotonic() - begun
+            left = spent / done * (len(lists) - done)
+            tell(f"{done}/{len(lists)} lists of commands, {spent:.0f} s, about {left:.0f} s left")
+            keep(rows, folder)
+    if counted:
+        keep(rows, folder)
+    return rows
+
+
+def keep(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Write the rows so far, whole or not at all; a disk that refuses stops no run."""
+    beside = folder / f".claims.jsonl.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        beside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        beside.replace(folder / "claims.jsonl")
+    except OSError as error:
+        tell(f"{folder}/claims.jsonl cannot be written ({error}); the rows are printed at the end")
+
+
+def tell(line: str) -> None:
+    """Say a line on stderr with the time of day."""
+    now = datetime.datetime.now(tz=datetime.UTC).strftime("%H:%M:%S")
+    print(f"{now} {line}", file=sys.stderr, flush=True)
+
+
+def interrupt(*_: object) -> NoReturn:
+    """End a run as Ctrl-C does, so that what it started ends with it."""
+    raise KeyboardInterrupt
 
 
 def pick(claims: Sequence[Claim], ids: Sequence[str] | None, table: str | None) -> list[Claim]:
@@ -100,7 +156,7 @@ def take(claim: Claim, scale: str, runs: Reproduction) -> tuple[str, str]:
         return str(error), "failed"
 
 
-def table_of(claims: Sequence[Claim], rows: Sequence[dict[str, str | None]]) -> Table:
+def table_of(claims: Sequence[Claim], rows: Sequence[dict[str, Any]]) -> Table:
     """Lay paper, record and this run side by side."""
     table = Table(title="claims")
     for name in ("claim", "paper", "on record", "this run", ""):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,29 @@ def read_questions(path: str | Path) -> list[dict[str, Any]]:
             '{"id": "1", "question": "...", "answers": ["..."]}'
         )
     return rows
+
+
+def write_questions(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write `questions.jsonl` of a folder, whole or not at all; `read_questions` gives the rows.
+
+    Returns:
+        The file.
+    Raises:
+        OSError: the disk refused.
+    """
+    target = Path(folder) / QUESTIONS_FILE
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as stream:
+            for row in rows:
+                stream.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+    return target
 
 
 def _answers(row: dict[str, Any], place: str) -> list[str]:

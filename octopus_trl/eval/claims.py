@@ -18,6 +18,8 @@ TABLES = ("accuracy", "exchange", "storage", "training", "behaviour")
 FIELDS = ("id", "table", "claim", "paper", "source", "recipe", "command", "hardware", "hours")
 MEASURED = ("value", "interval", "n", "scale", "date", "hardware", "commit")
 SMALL = ("commands", "read", "show")
+RECORD = ("read", "show")
+CHAIN = " && "
 BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 
 Figure = float | int | str
@@ -60,6 +62,19 @@ class Small:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Where the repository keeps what a measured value was read from.
+
+    Attributes:
+        read: as of `Small`, files from the repository's root.
+        show: format of the figures; gives the very text of the value.
+    """
+
+    read: tuple[tuple[Any, ...], ...]
+    show: str
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """One row of the table of claims; either `measured` or `not_run` is set."""
 
@@ -75,6 +90,7 @@ class Claim:
     note: str | None
     small: Small | None
     measured: Measured | None
+    record: Record | None
     not_run: str | None
 
 
@@ -99,11 +115,17 @@ def load_claims(path: Path) -> list[Claim]:
     return claims
 
 
-def claims_table(claims: Sequence[Claim]) -> str:
-    """Lay claims out as a table in Markdown, a row each, with what was measured or why not."""
+def claims_table(claims: Sequence[Claim], *, whole: bool = True) -> str:
+    """Lay claims out as a table in Markdown, a row each, with what was measured or why not.
+
+    Args:
+        whole: show every command of a chain; else the last one, which prints the figure.
+    """
     lines = ["| claim | paper | here | how |", "|---|---|---|---|"]
     for claim in claims:
         command = f"`{claim.command}`" if claim.command else "–"
+        if not whole and claim.command and CHAIN in claim.command:
+            command = f"… `{claim.command.rpartition(CHAIN)[2]}`"
         cells = (f"`{claim.id}`: {claim.claim}", claim.paper or "–", _ours(claim), command)
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines)
@@ -114,11 +136,12 @@ def readme_block(claims: Sequence[Claim]) -> str:
     done = [claim for claim in claims if claim.measured is not None]
     left = len(claims) - len(done)
     tail = (
-        f"{left} further claims are not measured: `docs/claims.md` has the reason of each. "
+        f"{left} further claims are not measured: `docs/claims.md` has the reason of each, and "
+        "where a row shows `…` what to run before (a training, an evaluation). "
         "*Small* is a stand-in: the policy, questions and CPU of this repository, not the paper's. "
         "`python scripts/reproduce.py --all` runs what this machine can."
     )
-    return f"{claims_table(done)}\n\n{tail}"
+    return f"{claims_table(done, whole=False)}\n\n{tail}"
 
 
 def document(claims: Sequence[Claim]) -> str:
@@ -168,7 +191,7 @@ def _claim(row: Any, place: str) -> Claim:
     if not isinstance(row, Mapping):
         raise ConfigError(f"{place}: is {row!r}, must be a mapping")
     place = f"{place} ({row.get('id')})"
-    _keys(row, FIELDS, ("note", "small", "measured", "not_run"), place)
+    _keys(row, FIELDS, ("note", "small", "measured", "record", "not_run"), place)
     if not isinstance(row["id"], str) or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", row["id"]):
         raise ConfigError(f"{place}: id {row['id']!r} must be lower-case words joined by hyphens")
     _one_of(row, "table", TABLES, place)
@@ -183,11 +206,14 @@ def _claim(row: Any, place: str) -> Claim:
     if (row.get("measured") is None) == (row.get("not_run") is None):
         raise ConfigError(f"{place}: give either measured or not_run, and not both")
     fields = {name: row.get(name) for name in (*FIELDS, "note", "not_run")}
-    small, measured = row.get("small"), row.get("measured")
+    small, measured, record = row.get("small"), row.get("measured"), row.get("record")
+    if record is not None and measured is None:
+        raise ConfigError(f"{place}: record is there and measured is not; it is where that is from")
     return Claim(
         **fields,  # type: ignore[arg-type]  # each was checked above
         small=None if small is None else _small(small, f"{place} small"),
         measured=None if measured is None else _measured(measured, f"{place} measured"),
+        record=None if record is None else _record(record, f"{place} record"),
     )
 
 
@@ -223,15 +249,26 @@ def _measured(row: Any, place: str) -> Measured:
 
 def _small(row: Any, place: str) -> Small:
     _keys(row, SMALL, (), place)
-    for name in ("commands", "read"):
-        if not isinstance(row[name], list) or not row[name]:
-            raise ConfigError(f"{place}: {name} is {row[name]!r}, must be a list")
-    if not all(isinstance(command, str) and command.strip() for command in row["commands"]):
-        raise ConfigError(f"{place}: commands are {row['commands']!r}, each must be a text")
+    commands = row["commands"]
+    if not isinstance(commands, list) or not commands:
+        raise ConfigError(f"{place}: commands is {commands!r}, must be a list")
+    if not all(isinstance(command, str) and command.strip() for command in commands):
+        raise ConfigError(f"{place}: commands are {commands!r}, each must be a text")
+    return Small(tuple(commands), _places(row, place), row["show"])
+
+
+def _record(row: Any, place: str) -> Record:
+    _keys(row, RECORD, (), place)
+    return Record(_places(row, place), row["show"])
+
+
+def _places(row: Mapping[str, Any], place: str) -> tuple[tuple[Any, ...], ...]:
+    _text(row, "show", place)
+    if not isinstance(row["read"], list) or not row["read"]:
+        raise ConfigError(f"{place}: read is {row['read']!r}, must be a list")
     if not all(isinstance(path, list) and len(path) > 1 for path in row["read"]):
         raise ConfigError(f"{place}: read is {row['read']!r}, each must be [file, step, ...]")
-    _text(row, "show", place)
-    return Small(tuple(row["commands"]), tuple(map(tuple, row["read"])), row["show"])
+    return tuple(map(tuple, row["read"]))
 
 
 def _keys(row: Any, needed: Sequence[str], optional: Sequence[str], place: str) -> None:

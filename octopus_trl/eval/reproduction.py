@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import json
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,21 +21,36 @@ from typing import Any
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.claims import Small
 
-STDOUT = "stdout"
+STDOUT, DONE = "stdout", "done.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A list of commands that ended well: where its output is, seconds, commit and date."""
+
+    folder: Path
+    seconds: float
+    commit: str
+    date: str
 
 
 @dataclass(slots=True)
 class Reproduction:
-    """Runs each list of commands once, however many claims read from it.
+    """Runs each list of commands once, however many claims read from it, and never twice.
+
+    A list that ended well leaves `done.json` in its folder; the same list asked again, by another
+    process too, is read from there. One that was cut short starts anew in an empty folder.
 
     Args:
         root: the repository, where commands run.
-        folder: gets a numbered folder a list of commands, with their output.
+        folder: gets a folder a list of commands, with their output.
+        tell: called with a line when a list begins and ends.
     """
 
     root: Path
     folder: Path
-    done: dict[tuple[str, ...], Path] = field(default_factory=dict)
+    tell: Callable[[str], None] = field(default=lambda line: None)
+    finished: dict[tuple[str, ...], Finished] = field(default_factory=dict)
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def figure(self, small: Small) -> str:
@@ -38,42 +59,93 @@ class Reproduction:
         Raises:
             ConfigError: a command failed, or a figure is not where the claim says.
         """
-        out = self._run(small.commands)
-        values = [read_figure(out / str(path[0]), path[1:]) for path in small.read]
-        try:
-            return small.show.format(*values)
-        except (ValueError, TypeError, IndexError) as error:
-            raise ConfigError(f"show {small.show!r} does not fit {values}: {error}") from error
+        out = self.run(small.commands).folder
+        return shown(small.read, small.show, out)
 
-    def _run(self, commands: tuple[str, ...]) -> Path:
+    def run(self, commands: tuple[str, ...]) -> Finished:
+        """Run a list of commands, unless it has ended well before.
+
+        Raises:
+            ConfigError: one of them failed.
+        """
         if commands in self.failed:
             raise ConfigError(self.failed[commands])
-        if commands not in self.done:
-            out = self.folder / f"{len(self.done) + len(self.failed) + 1:02d}"
-            out.mkdir(parents=True, exist_ok=True)
-            for command in commands:
-                if fault := self._run_one(command, out):
-                    self.failed[commands] = fault
-                    raise ConfigError(fault)
-            self.done[commands] = out
-        return self.done[commands]
+        if commands not in self.finished:
+            out = self.folder / hashlib.sha256("\n".join(commands).encode()).hexdigest()[:10]
+            kept = _read_done(out)
+            if kept is None:
+                kept = self._run_all(commands, out)
+            else:
+                self.tell(f"{out.name}: done before, at {kept.commit[:7]}, {kept.date}")
+            self.finished[commands] = kept
+        return self.finished[commands]
 
-    def _run_one(self, command: str, out: Path) -> str | None:
-        """Run a command; gives what went wrong."""
+    def _run_all(self, commands: tuple[str, ...], out: Path) -> Finished:
+        begun = time.monotonic()
+        commit = _commit(self.root)
+        try:
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir(parents=True)
+            for command in commands:
+                self.tell(f"{out.name}: {command}")
+                self._run_one(command, out)
+            seconds = time.monotonic() - begun
+            date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+            record = {"commands": commands, "seconds": seconds, "commit": commit, "date": date}
+            beside = out / f".{DONE}"
+            beside.write_text(json.dumps(record), encoding="utf-8")
+            beside.replace(out / DONE)
+        except (ConfigError, OSError) as error:
+            self.failed[commands] = str(error)
+            raise ConfigError(str(error)) from None
+        self.tell(f"{out.name}: done in {seconds:.0f} s")
+        return Finished(out, seconds, commit, date)
+
+    def _run_one(self, command: str, out: Path) -> None:
+        """Run a command.
+
+        Raises:
+            ConfigError: it did not end with 0.
+        """
         words = [word.replace("{out}", str(out)) for word in shlex.split(command)]
         if words[0] == "python":
             words[0] = sys.executable
         # Where cores are shared, OpenMP threads that spin for work take it from each other.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         with (out / STDOUT).open("wb") as stdout, (out / "stderr").open("wb") as stderr:
-            done = subprocess.run(
-                words, cwd=self.root, env=environment, stdout=stdout, stderr=stderr, check=False
+            # A session of its own, so that a launcher and what it launched end together.
+            process = subprocess.Popen(
+                words,
+                cwd=self.root,
+                env=environment,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
-        if done.returncode == 0:
-            return None
-        said = (out / "stderr").read_text(encoding="utf-8", errors="replace").strip()
-        last = said.splitlines()[-1] if said else "nothing on stderr"
-        return f"`{command}` ended with {done.returncode}: {last}; its output is in {out}"
+            try:
+                code = process.wait()
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise
+        if code != 0:
+            said = (out / "stderr").read_text(encoding="utf-8", errors="replace").strip()
+            last = said.splitlines()[-1] if said else "nothing on stderr"
+            raise ConfigError(f"`{command}` ended with {code}: {last}; its output is in {out}")
+
+
+def shown(read: Sequence[Sequence[Any]], show: str, folder: Path) -> str:
+    """Write the figures that lie at some places of a folder's files.
+
+    Raises:
+        ConfigError: a figure is not there, or the format does not fit.
+    """
+    values = [read_figure(folder / str(path[0]), path[1:]) for path in read]
+    try:
+        return show.format(*values)
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise ConfigError(f"show {show!r} does not fit {values}: {error}") from error
 
 
 def read_figure(path: Path, steps: Sequence[Any]) -> Any:
@@ -81,7 +153,7 @@ def read_figure(path: Path, steps: Sequence[Any]) -> Any:
 
     Args:
         steps: a key, an index, `{"where": {key: value}}` for the first record that has these, or
-            `{"mean": key}` for the mean over the records that have this key.
+            `{"mean": key}` and `{"max": key}` over the records that have this key.
 
     Raises:
         ConfigError: there is no such file or place.
@@ -121,9 +193,29 @@ def _step(value: Any, step: Any) -> Any:
     ((how, what),) = step.items()
     if how == "where":
         return next(record for record in value if all(record.get(k) == v for k, v in what.items()))
-    if how == "mean":
-        found = [record[what] for record in value if record.get(what) is not None]
-        if not found:
-            raise KeyError(what)
-        return sum(found) / len(found)
-    raise KeyError(how)
+    if how not in ("mean", "max"):
+        raise KeyError(how)
+    found = [record[what] for record in value if record.get(what) is not None]
+    if not found:
+        raise KeyError(what)
+    return max(found) if how == "max" else sum(found) / len(found)
+
+
+def _read_done(out: Path) -> Finished | None:
+    try:
+        record = json.loads((out / DONE).read_text(encoding="utf-8"))
+        return Finished(out, float(record["seconds"]), record["commit"], record["date"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _commit(root: Path) -> str:
+    """Give the commit of a checkout, with a mark where files differ from it."""
+    done = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=40", "--dirty", "--match", "no tag"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"

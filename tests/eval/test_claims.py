@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,13 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.claims import (
     BEGIN,
     END,
+    Claim,
     document,
     load_claims,
     readme_block,
     with_block,
 )
-from octopus_trl.eval.reproduction import Reproduction, read_figure
+from octopus_trl.eval.reproduction import Reproduction, read_figure, shown
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = ROOT / "data" / "claims.yaml"
@@ -82,6 +86,25 @@ def test_the_readme_and_the_page_are_what_the_claims_make() -> None:
     assert (ROOT / "docs" / "claims.md").read_text() == document(claims), fix
 
 
+@pytest.mark.parametrize("claim", load_claims(CLAIMS), ids=lambda claim: claim.id)
+def test_a_value_is_what_its_record_holds(claim: Claim) -> None:
+    if claim.record is not None:
+        assert claim.measured is not None
+        assert str(claim.measured.value) == shown(claim.record.read, claim.record.show, ROOT)
+    elif claim.measured is not None:
+        assert claim.command is not None
+        assert "pytest" in claim.command, "a figure that no test asserts needs a record"
+
+
+def test_a_value_that_its_record_does_not_hold_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "kept.json").write_text('{"accuracy": 0.255}')
+    record = {"read": [["kept.json", "accuracy"]], "show": "{:.1%}"}
+    (claim,) = load_claims(leave(tmp_path, row(record=record)))
+    assert claim.record is not None
+    assert claim.measured is not None
+    assert shown(claim.record.read, claim.record.show, tmp_path) == "25.5%" != claim.measured.value
+
+
 def test_recipes_of_claims_exist_and_their_commands_name_files_that_do() -> None:
     for claim in load_claims(CLAIMS):
         commands = [claim.command, *(claim.small.commands if claim.small else ())]
@@ -101,6 +124,11 @@ def test_a_figure_at_small_scale_says_so_in_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
+        (
+            [row(measured=None, not_run="x", record={"read": [["a", "b"]], "show": "{}"})],
+            "measured is not",
+        ),
+        ([row(record={"read": [["a"]], "show": "{}"})], "each must be"),
         ([row(not_run="why")], "either measured or not_run"),
         ([row(measured=None)], "either measured or not_run"),
         ([row(), row()], "comes twice"),
@@ -169,6 +197,80 @@ def test_commands_run_once_for_all_claims_and_a_failure_is_told_once_each(tmp_pa
         assert claim.small is not None
         with pytest.raises(ConfigError, match="ended with 3"):
             runs.figure(claim.small)
+
+
+def counting(folder: Path) -> dict[str, Any]:
+    """A stand-in that leaves a mark each time it runs, and fails where a file `broken` is."""
+    script = folder / "count.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "with open(here / 'count', 'a') as stream: stream.write('1')\n"
+        "sys.exit('broken') if (here / 'broken').exists() else print('{\"x\": 7}')\n"
+    )
+    return {"commands": [f"python {script}"], "read": [["stdout", "x"]], "show": "{}"}
+
+
+def test_what_ended_well_is_not_run_again_and_what_did_not_is(tmp_path: Path) -> None:
+    (claim,) = load_claims(leave(tmp_path, row(small=counting(tmp_path))))
+    assert claim.small is not None
+    (tmp_path / "broken").touch()
+    with pytest.raises(ConfigError, match="ended with 1: broken"):
+        Reproduction(tmp_path, tmp_path / "runs").figure(claim.small)
+    (tmp_path / "broken").unlink()
+    for _ in range(3):
+        assert Reproduction(tmp_path, tmp_path / "runs").figure(claim.small) == "7"
+    assert (tmp_path / "count").read_text() == "11"
+
+
+def test_a_program_that_is_not_there_is_a_failure_of_that_claim(tmp_path: Path) -> None:
+    small = {"commands": ["no-such-program --x"], "read": [["stdout", "x"]], "show": "{}"}
+    (claim,) = load_claims(leave(tmp_path, row(small=small)))
+    assert claim.small is not None
+    with pytest.raises(ConfigError, match="no-such-program"):
+        Reproduction(tmp_path, tmp_path / "runs").figure(claim.small)
+
+
+def test_one_claim_that_fails_stops_no_other_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    good = counting(tmp_path)
+    bad = {**good, "commands": ['python -c "raise SystemExit(3)"']}
+    lost = {**good, "read": [["stdout", "y"]]}
+    rows = [row(id=f"c{at}", small=small) for at, small in enumerate((bad, lost, good))]
+    path, out = leave(tmp_path, *rows), tmp_path / "out"
+    command = [sys.executable, "scripts/reproduce.py", "--all", "--claims", path, "--output", out]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    kept = [json.loads(line) for line in (out / "claims.jsonl").read_text().splitlines()]
+    assert [line["state"] for line in kept] == ["failed", "failed", "small"]
+    assert kept[2]["ours"] == "7"
+    assert "2/2 lists of commands" in done.stderr
+
+
+def test_a_stopped_run_ends_what_it_started_and_goes_on(tmp_path: Path) -> None:
+    small = counting(tmp_path)
+    small["commands"] = [f"python {tmp_path}/wait.py {tmp_path}"]
+    (tmp_path / "wait.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "place = pathlib.Path(sys.argv[1])\n"
+        "(place / 'pid').write_text(str(os.getpid()))\n"
+        "while not (place / 'go').exists(): time.sleep(0.01)\n"
+        "print('{\"x\": 7}')\n"
+    )
+    path, out = leave(tmp_path, row(small=small)), tmp_path / "out"
+    command = [sys.executable, "scripts/reproduce.py", "--all", "--claims", path, "--output", out]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1]
+    assert process.returncode == 130, said
+    assert f"--output {out}" in said
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    (tmp_path / "go").touch()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
