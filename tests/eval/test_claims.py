@@ -211,6 +211,12 @@ def counting(folder: Path) -> dict[str, Any]:
     return {"commands": [f"python {script}"], "read": [["stdout", "x"]], "show": "{}"}
 
 
+def reproducing(claims: Path, out: Path) -> list[str]:
+    """Give the command that takes every claim of a file."""
+    asked = ["--all", "--claims", str(claims), "--output", str(out)]
+    return [sys.executable, "scripts/reproduce.py", *asked]
+
+
 def test_what_ended_well_is_not_run_again_and_what_did_not_is(tmp_path: Path) -> None:
     (claim,) = load_claims(leave(tmp_path, row(small=counting(tmp_path))))
     assert claim.small is not None
@@ -237,7 +243,7 @@ def test_one_claim_that_fails_stops_no_other_and_the_exit_code_says_so(tmp_path:
     lost = {**good, "read": [["stdout", "y"]]}
     rows = [row(id=f"c{at}", small=small) for at, small in enumerate((bad, lost, good))]
     path, out = leave(tmp_path, *rows), tmp_path / "out"
-    command = [sys.executable, "scripts/reproduce.py", "--all", "--claims", path, "--output", out]
+    command = reproducing(path, out)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     kept = [json.loads(line) for line in (out / "claims.jsonl").read_text().splitlines()]
@@ -257,7 +263,7 @@ def test_a_stopped_run_ends_what_it_started_and_goes_on(tmp_path: Path) -> None:
         "print('{\"x\": 7}')\n"
     )
     path, out = leave(tmp_path, row(small=small)), tmp_path / "out"
-    command = [sys.executable, "scripts/reproduce.py", "--all", "--claims", path, "--output", out]
+    command = reproducing(path, out)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert process.poll() is None
