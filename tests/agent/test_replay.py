@@ -11,6 +11,7 @@ from octopus_trl.agent.rollout import EpisodeRunner, RolloutConfig
 from octopus_trl.errors import ConfigError
 from octopus_trl.protocols import SamplingParams
 from octopus_trl.trace import Trace
+from octopus_trl.train.branches import turns_after_reading
 from tests.agent.fakes import (
     ListCorpus,
     RandomPolicy,
@@ -46,9 +47,11 @@ TURNS = {
 }
 
 
-def run(policy: Any, examples: Any, traces: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+def run(
+    policy: Any, examples: Any, traces: Any = None, again: Any = None, **options: Any
+) -> tuple[Any, Any, Any]:
     engine: Any = ScriptedEngine(policy)
-    replay = ReplayEngine(engine, traces) if traces is not None else None
+    replay = ReplayEngine(engine, traces, again) if traces is not None else None
     runner = EpisodeRunner(replay or engine, TOKENIZER, CORPUS, CONFIG)
     found = runner.run(examples, **options)
     assert engine.num_open == 0
@@ -57,6 +60,10 @@ def run(policy: Any, examples: Any, traces: Any = None, **options: Any) -> tuple
 
 def text(trace: Trace) -> list[tuple[int, str, list[int], list[int]]]:
     return [(s.thread, s.kind, s.tokens, s.mounts) for s in trace.segments]
+
+
+def said(trace: Trace, thread: int) -> list[list[int]]:
+    return [s.tokens for s in trace.segments if s.thread == thread and s.kind == "action"]
 
 
 def test_an_episode_in_which_nothing_is_changed_comes_out_as_it_was() -> None:
@@ -84,6 +91,39 @@ def test_a_branch_that_nobody_may_read_is_refused_and_only_later_turns_are_new()
     )
     assert again.meta["result"] == "without two"
     assert len(engine.sampled) == 1
+
+
+def test_a_child_keeps_its_words_where_it_is_fed_others_and_the_root_draws_again() -> None:
+    turns = {
+        0: [FORKS, xml_call("wait_threads"), read(2), xml_call("commit", result="both")],
+        1: [xml_call("search", query="a"), xml_call("commit", result="one")],
+        2: [read(1), xml_call("search", query="a"), xml_call("commit", result="two")],
+    }
+    (trace,), *_ = run(Script(TOKENIZER, turns), QUESTIONS[:1])
+    readers = [s.thread for s in trace.segments if s.mounts]
+    assert readers == [2, 0]
+    drawn = turns_after_reading(trace, 1)
+    assert [trace.segments[s].thread for s in drawn] == [0]
+    new = {0: [xml_call("commit", result="anew")]}
+    (again,), engine, _ = run(
+        Script(TOKENIZER, new), QUESTIONS[:1], [trace], [drawn], unreadable=[{1}]
+    )
+    again.check()
+    assert again.meta["result"] == "anew"
+    assert len(engine.sampled) == 1
+    told = "".join(TOKENIZER.decode(s.tokens) for s in again.segments if s.thread == 2)
+    assert "thread 1 cannot be read" in told
+    for thread in (1, 2):
+        assert said(again, thread) == said(trace, thread)
+
+
+def test_a_turn_that_is_to_be_drawn_again_is_not_repeated() -> None:
+    (trace,), *_ = run(Script(TOKENIZER, TURNS), QUESTIONS[:1])
+    last = max(s.id for s in trace.segments if s.thread == 0 and s.kind == "action")
+    (again,), engine, _ = run(Script(TOKENIZER, {}), QUESTIONS[:1], [trace], [{last}])
+    assert again.meta["result"] == "end of 0"
+    assert len(engine.sampled) == 1
+    assert text(again)[:last] == text(trace)[:last]
 
 
 def test_what_descends_from_a_hidden_thread_is_hidden_too() -> None:
