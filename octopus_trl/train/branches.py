@@ -81,6 +81,18 @@ def read_branches(trace: Trace) -> list[int]:
     return [b for b in branches_of(trace) if commit.parent in changed_segments(trace, b)]
 
 
+def turns_after_reading(trace: Trace, branch: int) -> set[int]:
+    """List the root's turns that come after its first mount of what a branch wrote or taught."""
+    changed = changed_segments(trace, branch)
+    return {
+        segment.id
+        for segment in trace.segments
+        if segment.id in changed
+        and segment.kind == "action"
+        and trace.threads[segment.thread].parent is None
+    }
+
+
 def counterfactual(trace: Trace, lead: Sequence[int], answer: Sequence[int]) -> Counterfactual:
     """Put an answer in place of the root's commit, after the whole episode and without branches.
 

@@ -143,7 +143,7 @@ class OctopusGRPOConfig(GRPOConfig):
     credit_estimator: str = own(
         "score",
         "How that loss is estimated: `score` the first gold answer again without the branch's "
-        "mounts, or `resample` the turns that had read it and reward the new answer.",
+        "mounts, or `resample` the root's turns after its first mount and reward the new answer.",
     )
     credit_weight: float = own(0.1, "Weight of branch credit.", "reward", "λ")
     token_count: str = own(

@@ -7,9 +7,9 @@ the episode has more with b than without it:
   as it was and once with the mounts of b, and of the threads below it, dropped; in nats, clipped to
   [−1, 1]. The root's own text stays, so what it has copied from b counts for nobody: a lower bound.
   All versions of an episode share one packed row.
-- `resample`: R(τ) − R(τ without b). The episode is run again with reads of b refused; turns are
-  those of the record until a thread has been fed something else, so the root's turns after its
-  first read of b are drawn again, and those of a thread that had read b.
+- `resample`: R(τ) − R(τ without b). The episode is run again with reads of b refused; the root's
+  turns after its first mount of b, or of what a thread wrote that had mounted b, are drawn again.
+  All other turns are those of the record, also where their thread is now told that b is not there.
 
 A branch without which the root would have seen the same has Δ = 0 and costs nothing. An episode
 whose root committed nothing, or whose question has no gold answer, has no branch credit.
@@ -36,6 +36,7 @@ from octopus_trl.train.branches import (
     commit_of,
     counterfactual,
     read_branches,
+    turns_after_reading,
 )
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.rows import Tree
@@ -160,8 +161,10 @@ class BranchCredit:
     ) -> list[Trace]:
         """Run each episode again with one branch that nobody may read."""
 
+        drawn = [turns_after_reading(t, b) for t, (_, b) in zip(records, jobs, strict=True)]
+
         def run(engine: Any) -> list[Trace]:
-            replay = ReplayEngine(engine, records)
+            replay = ReplayEngine(engine, records, drawn)
             config = self.args.rollout_config()
             runner = EpisodeRunner(replay, self._tokenizer, self._corpus, config)
             return runner.run(
