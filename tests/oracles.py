@@ -27,8 +27,12 @@ class Flat:
     Attributes:
         first: row of the first token of each segment, and T at the end.
         chains: for each segment, its ancestors from the root on, then itself.
-        tree, mounted: [T, T] bool, what each row sees along its chain (itself included), and what
-            it sees only through mounts.
+        tree, mounted: [T, T + X] bool, what each row sees along its chain (itself included), and
+            what it sees only through mounts.
+        copies: under `position: rerotate`, the X keys that are read as copies: row and how far
+            each moves. Without it there are none.
+        passed: for each segment, those whose rows a recurrent layer steps through before it
+            (`exchange: splice`).
     """
 
     tokens: Tensor
@@ -37,6 +41,8 @@ class Flat:
     chains: list[list[int]]
     tree: Tensor
     mounted: Tensor
+    copies: list[tuple[int, int]]
+    passed: list[list[int]]
 
     def rows(self, segments: Iterable[int]) -> list[int]:
         """List the rows of some segments in the order given."""
@@ -51,21 +57,47 @@ def flatten(trace: Any) -> Flat:
         first.append(first[-1] + len(segment.tokens))
     total = first[-1]
     chains: list[list[int]] = []
-    tree = torch.zeros(total, total, dtype=torch.bool)
-    mounted = torch.zeros(total, total, dtype=torch.bool)
+    copies: list[tuple[int, int]] = []
+    place: dict[int, range] = {}  # segment that mounts -> columns of what it reads as copies
+    rule = getattr(trace, "position", "jump")
     for index, segment in enumerate(segments):
         above = [] if segment.parent is None else chains[segment.parent]
         chains.append([*above, index])
-        read = {mount for link in chains[index] for mount in segments[link].mounts}
+        if rule == "rerotate" and segment.mounts:
+            ends = [segments[m].start + len(segments[m].tokens) for m in segment.mounts]
+            far = segment.start - max(ends)
+            rows = [row for m in segment.mounts for row in range(first[m], first[m + 1])]
+            place[index] = range(total + len(copies), total + len(copies) + len(rows))
+            copies += [(row, far) for row in rows]
+    tree = torch.zeros(total, total + len(copies), dtype=torch.bool)
+    mounted = torch.zeros(total, total + len(copies), dtype=torch.bool)
+    for index, chain in enumerate(chains):
+        above = chain[:-1]
+        read = {mount for link in chain for mount in segments[link].mounts}
         for row in range(first[index], first[index + 1]):
             for link in above:
                 tree[row, first[link] : first[link + 1]] = True
             tree[row, first[index] : row + 1] = True
+            if rule == "rerotate":
+                for link in chain:
+                    mounted[row, list(place.get(link, ()))] = True
+                continue
             for mount in read:
                 mounted[row, first[mount] : first[mount + 1]] = True
+    spliced = getattr(trace, "exchange", "mount") == "splice"
+    passed = [list(segment.mounts) if spliced else [] for segment in segments]
     tokens = [token for segment in segments for token in segment.tokens]
     positions = [segment.start + i for segment in segments for i in range(len(segment.tokens))]
-    return Flat(torch.tensor(tokens), torch.tensor(positions), first, chains, tree, mounted & ~tree)
+    return Flat(
+        torch.tensor(tokens),
+        torch.tensor(positions),
+        first,
+        chains,
+        tree,
+        mounted & ~tree,
+        copies,
+        passed,
+    )
 
 
 @dataclass
@@ -136,11 +168,11 @@ def brute_hidden(
         x = layer.input_layernorm(hidden)
         if kinds[index] == "linear_attention":
             mixer = layer.mamba if hasattr(layer, "mamba") else layer.linear_attn
-            mixed = _recurrent(mixer, x, flat, leaves)
+            mixed = _recurrent(mixer, x, flat, leaves, mounts)
         else:
             reads = mounts != "dropped" and index in mount_layers
             far = flat.mounted if reads else torch.zeros_like(flat.mounted)
-            mixed = _attend(base, layer.self_attn, x, rope, flat.tree, far, mounts == "detached")
+            mixed = _attend(base, layer.self_attn, x, rope, flat, far, mounts == "detached")
         scale = getattr(layer, "residual_multiplier", 1.0)
         hidden = hidden + mixed * scale
         hidden = hidden + _feed_forward(layer, hidden) * scale
@@ -234,14 +266,42 @@ def logits_of(model: nn.Module, hidden: Tensor) -> Tensor:
     return causal_lm.lm_head(hidden).float() / getattr(causal_lm.config, "logits_scaling", 1.0)
 
 
-def _recurrent(mixer: nn.Module, x: Tensor, flat: Flat, leaves: Sequence[int]) -> Tensor:
-    """Run the stock mixer on each chain from its root; a shared segment is taken once."""
+def _recurrent(
+    mixer: nn.Module, x: Tensor, flat: Flat, leaves: Sequence[int], mounts: str
+) -> Tensor:
+    """Run the stock mixer on each chain from its root; a shared segment is taken once.
+
+    What a splice steps through stands in the chain as rows of others, whose outputs are dropped.
+    Where mounts are detached, so is what the input projections make of those rows.
+    """
     pieces: dict[int, Tensor] = {}
     for leaf in leaves:
         chain = flat.chains[leaf]
-        out = mixer(hidden_states=x[:, flat.rows(chain)])[0]
-        lengths = [flat.first[s + 1] - flat.first[s] for s in chain]
-        for segment, piece in zip(chain, out.split(lengths), strict=True):
+        rows: list[int] = []
+        lengths: list[int] = []
+        foreign: list[bool] = []
+        for segment in chain:
+            passed = flat.rows(flat.passed[segment]) if mounts != "dropped" else []
+            own = flat.rows([segment])
+            rows += [*passed, *own]
+            lengths += [len(passed), len(own)]
+            foreign += [True] * len(passed) + [False] * len(own)
+        hooks = []
+        if mounts == "detached" and any(foreign):
+            cut = torch.tensor(foreign)[None, :, None]
+            hooks = [
+                child.register_forward_hook(
+                    lambda _, __, out, cut=cut: torch.where(cut, out.detach(), out)
+                )
+                for name, child in mixer.named_children()
+                if name.startswith("in_proj")
+            ]
+        try:
+            out = mixer(hidden_states=x[:, rows])[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for segment, piece in zip(chain, out.split(lengths)[1::2], strict=True):
             pieces.setdefault(segment, piece)
     return torch.cat([pieces[segment] for segment in sorted(pieces)])[None]
 
@@ -251,39 +311,53 @@ def _attend(
     attention: Any,
     x: Tensor,
     rope: Any,
-    tree: Tensor,
+    flat: Flat,
     mounted: Tensor,
     detached: bool,
 ) -> Tensor:
     """Run the stock attention module under an explicit mask."""
     kept = base.config._attn_implementation
-    base.config._attn_implementation = "oracle_detached" if detached else "eager"
+    tree = flat.tree
+    own = bool(flat.copies) or detached
+    base.config._attn_implementation = "oracle" if own else "eager"
     mask = torch.zeros(tree.shape, dtype=x.dtype).masked_fill(~(tree | mounted), float("-inf"))
+    given: dict[str, Any] = {"oracle_mounted": mounted} if detached else {}
+    if flat.copies:
+        given["oracle_copies"] = flat.copies
+        given["oracle_rotary"] = base.rotary_emb
     try:
         return attention(
             hidden_states=x,
             position_embeddings=rope,
             attention_mask=mask[None, None],
-            **({"oracle_mounted": mounted} if detached else {}),
+            **given,
         )[0]
     finally:
         base.config._attn_implementation = kept
 
 
-def _detached_attention(
+def _oracle_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor,
     scaling: float,
-    oracle_mounted: Tensor,
+    oracle_mounted: Tensor | None = None,
+    oracle_copies: Sequence[tuple[int, int]] = (),
+    oracle_rotary: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the gradient cut where a key or a value is read through a mount."""
-    key = repeat_kv(key, module.num_key_value_groups)
+    """Attend to copies of keys too, with the gradient cut where something is read by a mount."""
+    rows = [row for row, _ in oracle_copies]
+    moved = _moved(key[:, :, rows], [far for _, far in oracle_copies], oracle_rotary)
+    key = repeat_kv(torch.cat([key, moved], dim=2), module.num_key_value_groups)
+    value = torch.cat([value, value[:, :, rows]], dim=2)
     value = repeat_kv(value, module.num_key_value_groups)
     live = query @ key.transpose(2, 3)
+    if oracle_mounted is None:
+        weights = (live * scaling + attention_mask).softmax(dim=-1)
+        return (weights @ value).transpose(1, 2), None
     cut = query @ key.detach().transpose(2, 3)
     scores = torch.where(oracle_mounted, cut, live) * scaling + attention_mask
     weights = scores.softmax(dim=-1)
@@ -292,7 +366,20 @@ def _detached_attention(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register("oracle_detached", _detached_attention)
+def _moved(keys: Tensor, fars: Sequence[int], rotary: Any) -> Tensor:
+    """Turn keys [1, KV, X, D] on as complex numbers, each by its own number of positions."""
+    if rotary is None or not fars:
+        return keys
+    frequencies = rotary.inv_freq.double()
+    half = len(frequencies)
+    pairs = torch.complex(keys[..., :half].double(), keys[..., half : 2 * half].double())
+    angles = torch.tensor(fars, dtype=torch.float64)[:, None] * frequencies
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    parts = [turned.real.to(keys.dtype), turned.imag.to(keys.dtype), keys[..., 2 * half :]]
+    return torch.cat(parts, dim=-1)
+
+
+AttentionInterface.register("oracle", _oracle_attention)
 
 
 def _lm(model: Any) -> Any:

@@ -142,6 +142,8 @@ class AttentionPlan:
         segment_of_row: [T] int32, dense segment index of each row.
         visible: [segments, segments] bool, ancestors.
         mounted: [segments, segments] bool, mounts that are no ancestors.
+        num_copies: the last segments that are keys and values alone, copies of other rows; what
+            their queries give is nobody's.
     """
 
     num_rows: int
@@ -149,13 +151,31 @@ class AttentionPlan:
     segment_of_row: npt.NDArray[np.int32]
     visible: npt.NDArray[np.bool_]
     mounted: npt.NDArray[np.bool_]
+    num_copies: int = 0
 
     def without_mounts(self) -> AttentionPlan:
-        """Give the plan of a layer outside the mount set: the tree alone."""
+        """Give the plan of the same rows over the tree alone."""
         none = np.empty((0, 2), dtype=np.int64)
         groups = [QueryGroup(group.lo, group.hi, group.seen_spans, none) for group in self.groups]
         empty = np.zeros_like(self.mounted)
-        return AttentionPlan(self.num_rows, groups, self.segment_of_row, self.visible, empty)
+        return AttentionPlan(
+            self.num_rows, groups, self.segment_of_row, self.visible, empty, self.num_copies
+        )
+
+    def tree(self) -> AttentionPlan:
+        """Give the plan of a layer outside the mount set: no mounts, and no rows of copies."""
+        if not self.num_copies:
+            return self.without_mounts()
+        num = len(self.visible) - self.num_copies
+        rows = int((self.segment_of_row < num).sum())
+        none = np.empty((0, 2), dtype=np.int64)
+        groups = [
+            QueryGroup(group.lo, group.hi, group.seen_spans, none)
+            for group in self.groups
+            if group.lo < rows
+        ]
+        seen = self.visible[:num, :num]
+        return AttentionPlan(rows, groups, self.segment_of_row[:rows], seen, np.zeros_like(seen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +184,8 @@ class Level:
     level up.
 
     Attributes:
-        lo, hi: rows of the level.
-        lengths: tokens of each run.
+        lo, hi: rows of the level, or its steps where a layout has `steps`.
+        lengths: tokens that each run steps through.
         parent_run: index of the parent's run within the level above, or -1 for a root.
     """
 
@@ -187,7 +207,10 @@ class Layout:
         order: segment indices in row order.
         first_row: [segments] first row of each segment.
         levels: recurrent schedule, roots first.
-        plan: attention visibility.
+        plan: attention visibility; its rows are these and then those of copies.
+        steps: [S] the row whose inputs each recurrent step takes, None where they are the rows in
+            order; a row comes again wherever a reader steps through it.
+        own: [T] the step that is each row's own.
     """
 
     order: list[int]
@@ -196,6 +219,8 @@ class Layout:
     plan: AttentionPlan
     num_rows: int
     run_of: list[int] = field(default_factory=list)
+    steps: Index | None = None
+    own: Index | None = None
 
     def predictor(self, parents: Parents, lengths: Sequence[int], segment: int) -> Index:
         """Give the rows whose hidden states predict a segment's tokens.
@@ -238,36 +263,80 @@ def runs(parents: Parents) -> tuple[list[list[int]], list[int], list[int]]:
     return chains, run_parent, level
 
 
-def layout(parents: Parents, mounts: Mounts, lengths: Sequence[int]) -> Layout:
+def layout(
+    parents: Parents,
+    mounts: Mounts,
+    lengths: Sequence[int],
+    *,
+    num_copies: int = 0,
+    spliced: Mounts | None = None,
+) -> Layout:
     """Lay a DAG (or several disjoint ones) out in one row and plan its attention and recurrence.
 
     Args:
         lengths: tokens of each segment, at least 1.
+        num_copies: the last entries are no segments but copies of keys that mounts name; they have
+            no parent, and their rows come after all others in the attention plan alone.
+        spliced: for each segment, those whose inputs recurrent layers step through just before it,
+            in this order, from its parent's state.
     """
-    chains, run_parent, level_of = runs(parents)
+    num = len(parents) - num_copies
+    chains, run_parent, level_of = runs(parents[:num])
     first_row = [0] * len(parents)
     run_of = [0] * len(parents)
     order: list[int] = []
-    levels: list[Level] = []
-    slot: dict[int, int] = {}  # run -> its index within its level
+    cuts: list[tuple[int, int, list[int]]] = []  # first and last row of a level, its runs
     row = 0
     for depth in range(max(level_of, default=-1) + 1):
         members = [run for run, at in enumerate(level_of) if at == depth]
         lo = row
-        run_lengths = []
-        for index, run in enumerate(members):
-            slot[run] = index
-            run_lo = row
+        for run in members:
             for segment in chains[run]:
                 first_row[segment] = row
                 run_of[segment] = run
                 order.append(segment)
                 row += lengths[segment]
-            run_lengths.append(row - run_lo)
+        cuts.append((lo, row, members))
+    foreign = spliced if spliced is not None and any(map(len, spliced)) else None
+    steps, own = (None, None) if foreign is None else _steps(order, first_row, lengths, foreign)
+    levels: list[Level] = []
+    slot: dict[int, int] = {}  # run -> its index within its level
+    done = 0
+    for lo, hi, members in cuts:
+        slot |= {run: index for index, run in enumerate(members)}
+        run_lengths = [sum(lengths[segment] for segment in chains[run]) for run in members]
+        if foreign is not None:
+            for at, run in enumerate(members):
+                passed = [read for segment in chains[run] for read in foreign[segment]]
+                run_lengths[at] += sum(lengths[read] for read in passed)
+            lo, hi = done, done + sum(run_lengths)
+            done = hi
         parent_run = [-1 if run_parent[run] < 0 else slot[run_parent[run]] for run in members]
-        levels.append(Level(lo, row, run_lengths, parent_run))
-    plan = _plan(parents, mounts, order, first_row, run_of, row)
-    return Layout(order, first_row, levels, plan, row, run_of)
+        levels.append(Level(lo, hi, run_lengths, parent_run))
+    end = row
+    for copy in range(num, len(parents)):
+        first_row[copy], run_of[copy] = end, len(chains) + copy - num
+        end += lengths[copy]
+    laid = [*order, *range(num, len(parents))]
+    plan = _plan(parents, mounts, laid, first_row, run_of, end, num_copies)
+    return Layout(order, first_row[:num], levels, plan, row, run_of[:num], steps, own)
+
+
+def _steps(
+    order: Sequence[int], first_row: Sequence[int], lengths: Sequence[int], spliced: Mounts
+) -> tuple[Index, Index]:
+    """List the row of each recurrent step, and the step that is each row's own."""
+    steps: list[Index] = []
+    own: list[Index] = []
+    done = 0
+    for segment in order:
+        for read in spliced[segment]:
+            steps.append(np.arange(first_row[read], first_row[read] + lengths[read]))
+            done += lengths[read]
+        own.append(np.arange(done, done + lengths[segment]))
+        steps.append(np.arange(first_row[segment], first_row[segment] + lengths[segment]))
+        done += lengths[segment]
+    return np.concatenate(steps), np.concatenate(own)
 
 
 def _plan(
@@ -277,6 +346,7 @@ def _plan(
     first_row: list[int],
     run_of: list[int],
     num_rows: int,
+    num_copies: int,
 ) -> AttentionPlan:
     tree = ancestor_matrix(parents)
     mounted = mounted_matrix(parents, mounts) & ~tree
@@ -293,7 +363,7 @@ def _plan(
     edges = [*bounds[heads].tolist(), num_rows]
     groups = list(map(QueryGroup, edges[:-1], edges[1:], seen, read))
     segment_of_row = np.repeat(segments.astype(np.int32), np.diff(bounds))
-    return AttentionPlan(num_rows, groups, segment_of_row, tree, mounted)
+    return AttentionPlan(num_rows, groups, segment_of_row, tree, mounted, num_copies)
 
 
 def _spans(sees: npt.NDArray[np.bool_], bounds: Index) -> list[Index]:

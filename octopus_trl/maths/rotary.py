@@ -92,6 +92,27 @@ def rotate_and_write(
     return q, gate
 
 
+def shift_positions(k: Tensor, *, by: Tensor, inv_freq: Tensor) -> Tensor:
+    """Move rotated keys to other positions.
+
+    Rotations add up, ``R(p + d) = R(d) R(p)``, so a key needs to know how far it moves and not
+    where it is; a constant that scales the tables stays as it was.
+
+    Args:
+        k: [R, KV, D], rotated; the first E dims turn as two halves.
+        by: [R] integers d, positions to add, negative ones too.
+        inv_freq: [E / 2] radians a position.
+
+    Returns:
+        [R, KV, D] in the dtype of k; angles in float64, products in float32 (float64 for float64).
+        Differentiable in k.
+    """
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+    angles = by[:, None].double() * inv_freq.double()
+    cos, sin = (table.to(wide)[:, None] for table in (angles.cos(), angles.sin()))
+    return _rotate(k.to(wide), cos, sin).to(k.dtype)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first E dims of [R, heads, D] by tables [R, 1, E / 2]."""
     a, b, rest = x.split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from octopus_trl.kernels import select
-from octopus_trl.models.context import by_level
+from octopus_trl.models.context import by_level, own_outputs
 
 
-class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
-    """Qwen3.5's mixer, with convolution and delta rule run level by level inside a pass of ours."""
+class GatedDeltaPass:
+    """Runs convolution and delta rule level by level inside a pass of ours."""
 
     def forward(
-        self,
+        self: Any,
         hidden_states: Tensor,
         cache: Any = None,
         attention_mask: Tensor | None = None,
@@ -32,11 +31,13 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
     ) -> Tensor:
         """Mix tokens along their own thread; a mount never enters here.
 
+        A splice steps through a sibling's rows from the reader's state, between runs of its own.
+
         Args:
             hidden_states: [1, T, d] rows of the pass.
         """
         if octopus is None:
-            return super().forward(
+            return super().forward(  # type: ignore[misc]
                 hidden_states, cache=cache, attention_mask=attention_mask, **kwargs
             )
         mixed = self.in_proj_qkv(hidden_states)[0]
@@ -48,18 +49,20 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
 
         carry = octopus.carry(self.layer_idx, mixed.dtype)
         outs: list[Tensor] = []
-        parts = by_level(octopus.levels, mixed, g, beta)
+        parts = by_level(octopus.levels, mixed, g, beta, steps=octopus.steps)
         for index, (level, (x, decay, strength)) in enumerate(parts):
             tail, state = carry.load(index)
             x, tail = self._conv(x, weight, tail, level)
             out, state = self._delta(x, decay, strength, state, level)
             carry.store(index, tail, state)
             outs.append(out)
-        core = outs[0] if len(outs) == 1 else torch.cat(outs)
+        core = own_outputs(outs, octopus.steps)
         core = self.norm(core.reshape(-1, self.head_v_dim), z)
         return self.out_proj(core.reshape(1, hidden_states.shape[1], -1))
 
-    def _conv(self, x: Tensor, weight: Tensor, tail: Tensor, level: Any) -> tuple[Tensor, Tensor]:
+    def _conv(
+        self: Any, x: Tensor, weight: Tensor, tail: Tensor, level: Any
+    ) -> tuple[Tensor, Tensor]:
         """Convolve the rows of one level; x is [T', C]."""
         bias = self.conv1d.bias
         if level.single:
@@ -69,7 +72,7 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
         return conv(x, weight=weight, bias=bias, tail=tail, cu_seqlens=level.cu_seqlens)
 
     def _delta(
-        self, x: Tensor, g: Tensor, beta: Tensor, state: Tensor, level: Any
+        self: Any, x: Tensor, g: Tensor, beta: Tensor, state: Tensor, level: Any
     ) -> tuple[Tensor, Tensor]:
         """Run the delta rule over the rows of one level; x is the convolved [T', C], g and beta
         [T', HV].
@@ -84,3 +87,7 @@ class OctopusGatedDeltaNet(Qwen3_5GatedDeltaNet):
             return step(q, k=k, v=v, g=g, beta=beta, state=state)
         rule = select("gated_delta_rule", x.device)
         return rule(q, k=k, v=v, g=g, beta=beta, initial_state=state, cu_seqlens=level.cu_seqlens)
+
+
+class OctopusGatedDeltaNet(GatedDeltaPass, Qwen3_5GatedDeltaNet):
+    """Qwen3.5's mixer inside a pass of ours."""

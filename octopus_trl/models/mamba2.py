@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bamba.modeling_bamba import (
@@ -25,7 +24,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
 from octopus_trl.errors import ConfigError
 from octopus_trl.kernels import select
 from octopus_trl.models.backbone import Backbone, RecurrentSizes
-from octopus_trl.models.context import by_level
+from octopus_trl.models.context import by_level, own_outputs
 
 
 class _Mamba2Pass:
@@ -41,6 +40,8 @@ class _Mamba2Pass:
     ) -> Tensor:
         """Mix tokens along their own thread; a mount never enters here.
 
+        A splice steps through a sibling's rows from the reader's state, between runs of its own.
+
         Args:
             hidden_states: [1, T, d] rows of the pass.
         """
@@ -55,13 +56,15 @@ class _Mamba2Pass:
         weight = self.conv1d.weight.squeeze(1)
         carry = octopus.carry(self.layer_idx, mixed.dtype)
         outs: list[Tensor] = []
-        for index, (level, (x, step)) in enumerate(by_level(octopus.levels, mixed, dt)):
+        for index, (level, (x, step)) in enumerate(
+            by_level(octopus.levels, mixed, dt, steps=octopus.steps)
+        ):
             tail, state = carry.load(index)
             x, tail = self._conv(x, weight, tail, level)
             y, state = self._scan(x, step, state, level)
             carry.store(index, tail, state)
             outs.append(y)
-        core = outs[0] if len(outs) == 1 else torch.cat(outs)
+        core = own_outputs(outs, octopus.steps)
         normed = self.norm(core.flatten(1), gate)
         return self.out_proj(normed.to(hidden_states.dtype))[None]
 

@@ -21,8 +21,10 @@ from octopus_trl.errors import ConfigError, TraceError
 from octopus_trl.kernels import select
 from octopus_trl.maths import dag
 from octopus_trl.maths.logps import token_logps
-from octopus_trl.models.context import LevelRows
-from octopus_trl.models.spec import ModelSpec
+from octopus_trl.maths.rotary import shift_positions
+from octopus_trl.models.context import LevelRows, Steps
+from octopus_trl.models.rotation import inverse_frequencies
+from octopus_trl.models.spec import ModelSpec, check_splice
 from octopus_trl.shapes import ConvTail, Hidden, Keys, Queries, RecurrentState, Values
 from octopus_trl.trace import Trace
 
@@ -36,13 +38,18 @@ class PackedRow:
 
     Under `position: reencode` there are nodes that are no segment: for each one that mounts, the
     text of its mounts in their order once more, a branch behind the reader's end that is read
-    instead of them.
+    instead of them. Under `rerotate` what is read instead is no node: the keys and values of the
+    mounted rows once more, the keys moved. Under `exchange: splice` recurrent layers step through
+    what a node mounts just before it.
 
     Attributes:
         tokens, positions: [T] int64.
         node_of: for each trace, the node of each of its segments; shared prompts share a node.
-        parents, mounts, lengths: the merged DAG over nodes.
+        parents, mounts, lengths: the merged DAG over nodes; a mount at or past their number is a
+            copy of keys.
         layout: order, recurrent schedule and attention plan.
+        copied, shifts: [X] int64, the rows whose keys are read as copies, in the order of the
+            plan's last rows, and how many positions each key moves.
     """
 
     tokens: np.ndarray
@@ -52,6 +59,8 @@ class PackedRow:
     mounts: list[list[int]]
     lengths: list[int]
     layout: dag.Layout
+    copied: np.ndarray
+    shifts: np.ndarray
 
     @property
     def num_rows(self) -> int:
@@ -70,18 +79,31 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
         mounts: "dropped" removes the edges and keeps the recorded positions.
     Raises:
         TraceError: an edge points forward or a segment is empty.
-        ConfigError: a trace uses an exchange that the packed pass does not run.
     """
     if mounts not in MOUNT_MODES:
         raise ConfigError(f"mounts={mounts!r}: must be one of {MOUNT_MODES}")
     parents: list[int | None] = []
     edges: list[list[int]] = []
+    spliced: list[list[int]] = []
     tokens: list[Sequence[int]] = []
     starts: list[int] = []
+    moved: list[tuple[int, list[int], int]] = []  # reader, what it reads copies of, how far
     node_of: list[list[int]] = []
     shared: dict[tuple[int | None, int, tuple[int, ...], int], int] = {}
+
+    def add(
+        parent: int | None, text: Sequence[int], start: int, read: list[int], through: list[int]
+    ) -> int:
+        parents.append(parent)
+        tokens.append(text)
+        starts.append(start)
+        edges.append(read)
+        spliced.append(through)
+        return len(parents) - 1
+
     for trace in traces:
-        _refuse(trace)
+        if not trace.segments:
+            raise TraceError(f"trace {trace.episode_id}: got 0 segments, must be at least 1")
         nodes: list[int] = []
         # Twins within one trace stay two segments: one may read the other through a mount.
         twins: Counter[tuple[int | None, int, tuple[int, ...]]] = Counter()
@@ -97,39 +119,56 @@ def pack(traces: Sequence[Trace], *, mounts: MountMode = "live") -> PackedRow:
                     nodes.append(shared[key])
                     continue
             read = [] if mounts == "dropped" else [nodes[m] for m in segment.mounts]
+            through = read if trace.exchange == "splice" else []
             if read and trace.position == "reencode":
                 # Read is a copy behind the reader's end, which nothing continues.
                 above = 0 if segment.parent is None else trace.segments[segment.parent].end
-                parents.append(parent)
-                edges.append([])
-                tokens.append([token for other in read for token in tokens[other]])
-                starts.append(above)
-                read = [len(parents) - 1]
-            node = len(parents)
+                again = [token for other in read for token in tokens[other]]
+                read = [add(parent, again, above, [], [])]
+            node = add(parent, segment.tokens, segment.start, read, through)
+            if read and trace.position == "rerotate":
+                last = max(starts[other] + len(tokens[other]) for other in read)
+                moved.append((node, read, segment.start - last))
             if key is not None:
                 shared[key] = node
-            parents.append(parent)
-            edges.append(read)
-            tokens.append(segment.tokens)
-            starts.append(segment.start)
             nodes.append(node)
         node_of.append(nodes)
     lengths = [len(part) for part in tokens]
-    layout = dag.layout(parents, edges, lengths)
+    num = len(parents)
+    for copy, (reader, _, _) in enumerate(moved):
+        edges[reader] = [num + copy]
+    copy_lengths = [sum(lengths[other] for other in read) for _, read, _ in moved]
+    layout = dag.layout(
+        [*parents, *[None] * len(moved)],
+        [*edges, *[[]] * len(moved)],
+        [*lengths, *copy_lengths],
+        num_copies=len(moved),
+        spliced=spliced,
+    )
+    first = layout.first_row
+    copied = [
+        np.arange(first[node], first[node] + lengths[node]) for _, read, _ in moved for node in read
+    ]
     ids = [np.asarray(tokens[node], dtype=np.int64) for node in layout.order]
     places = [
         np.arange(starts[node], starts[node] + lengths[node], dtype=np.int64)
         for node in layout.order
     ]
     return PackedRow(
-        np.concatenate(ids) if ids else np.empty(0, dtype=np.int64),
-        np.concatenate(places) if places else np.empty(0, dtype=np.int64),
+        _joined(ids),
+        _joined(places),
         node_of,
         parents,
         edges,
         lengths,
         layout,
+        _joined(copied),
+        np.repeat(np.asarray([far for *_, far in moved], dtype=np.int64), copy_lengths),
     )
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
 def packed_tokens(trace: Trace, segments: Sequence[int] | None = None) -> int:
@@ -159,7 +198,10 @@ class PackedContext:
 
     Attributes:
         rows, targets: [M] int64, hidden rows that predict and the token ids they predict.
-        detach_mounts: cut the gradient from a reader into the producer's keys and values.
+        detach_mounts: cut the gradient from a reader into the producer's keys and values, and into
+            the inputs that a splice steps through.
+        inv_freq: [E / 2] of the model's positions, None where it has none.
+        steps: see `Context`.
         parent_runs: for each level [R] int64, the run of the level above that each run continues.
         plans: what attention layers see, with mounts and where some do not mount without; one
             object for all layers and for what checkpointing computes again.
@@ -172,11 +214,15 @@ class PackedContext:
     targets: Tensor
     temperature: float = 1.0
     detach_mounts: bool = False
+    inv_freq: Tensor | None = None
+    steps: Steps | None = field(init=False)
     input_ids: Tensor = field(init=False)
     position_ids: Tensor = field(init=False)
     levels: list[LevelRows] = field(init=False)
     parent_runs: list[Tensor] = field(init=False)
     plans: dict[bool, dag.AttentionPlan] = field(init=False)
+    _copied: Tensor = field(init=False)
+    _shifts: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.input_ids = torch.from_numpy(self.row.tokens).to(self.device)[None]
@@ -189,21 +235,44 @@ class PackedContext:
             cu_seqlens = torch.as_tensor(bounds, dtype=torch.int64, device=self.device)
             single = all(length == 1 for length in level.lengths)
             self.levels.append(LevelRows(level.lo, level.hi, cu_seqlens, single))
-        plan = self.row.layout.plan
-        self.plans = {True: plan}
+        layout = self.row.layout
+        self.plans = {True: layout.plan}
         if len(self.spec.mount_layers) < len(self.spec.attention_layers):
-            self.plans[False] = plan.without_mounts()
+            self.plans[False] = layout.plan.tree()
+        self._copied = torch.from_numpy(self.row.copied).to(self.device)
+        self._shifts = torch.from_numpy(self.row.shifts).to(self.device)
+        self.steps = None
+        if layout.steps is not None and layout.own is not None:
+            own = torch.from_numpy(layout.own).to(self.device)
+            cut = None
+            if self.detach_mounts:
+                cut = torch.ones(len(layout.steps), dtype=torch.bool, device=self.device)
+                cut[own] = False
+            self.steps = Steps(torch.from_numpy(layout.steps).to(self.device), own, cut)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scale: float) -> Queries:
         """Attend over the DAG; layers outside the mount set see the tree alone."""
-        return select("dag_attention", q.device)(
+        mounts, rows = layer in self.spec.mount_layers, len(q)
+        if mounts and len(self._copied):
+            q, k, v = self._with_copies(q, k, v)
+        out = select("dag_attention", q.device)(
             q,
             k=k,
             v=v,
-            plan=self.plans[layer in self.spec.mount_layers],
+            plan=self.plans[mounts],
             scale=scale,
             detach_mounts=self.detach_mounts,
         )
+        return out[:rows]
+
+    def _with_copies(self, q: Queries, k: Keys, v: Values) -> tuple[Queries, Keys, Values]:
+        """Append the keys and values that are read as copies; their queries ask for nothing."""
+        keys = k.index_select(0, self._copied)
+        if self.inv_freq is not None:
+            keys = shift_positions(keys, by=self._shifts, inv_freq=self.inv_freq)
+        values = v.index_select(0, self._copied)
+        blank = q.new_zeros(len(keys), *q.shape[1:])
+        return torch.cat([q, blank]), torch.cat([k, keys]), torch.cat([v, values])
 
     def carry(self, layer: int, tail_dtype: torch.dtype) -> PackedCarry:
         """Start a recurrent layer from zeros at every root."""
@@ -259,8 +328,14 @@ def run_packed(
     temperature: float = 1.0,
     detach_mounts: bool = False,
 ) -> Tensor:
-    """Run one packed pass and return the log-probabilities [M] of the targets."""
+    """Run one packed pass and return the log-probabilities [M] of the targets.
+
+    Raises:
+        ConfigError: the row holds a splice or moved keys, and the model cannot run them.
+    """
     device = next(model.parameters()).device
+    if row.layout.steps is not None:
+        check_splice(spec)
     context: Any = PackedContext(
         row,
         spec,
@@ -269,6 +344,7 @@ def run_packed(
         torch.from_numpy(targets).to(device),
         temperature,
         detach_mounts,
+        inverse_frequencies(model) if len(row.copied) else None,
     )
     return model(octopus=context).logps
 
@@ -280,14 +356,3 @@ def _check_edges(segment: Any, index: int) -> None:
             raise TraceError(f"segment {index}: edge: got {edge}, must be an id below {index}")
     if not segment.tokens:
         raise TraceError(f"segment {index}: length: got 0, must be at least 1 token")
-
-
-def _refuse(trace: Trace) -> None:
-    if not trace.segments:
-        raise TraceError(f"trace {trace.episode_id}: got 0 segments, must be at least 1")
-    if trace.exchange == "splice" or trace.position == "rerotate":
-        raise ConfigError(
-            f"trace {trace.episode_id}: exchange={trace.exchange!r}, position={trace.position!r}: "
-            "the packed pass runs mounts of keys as they are; use exchange mount, transcript or "
-            "summary with position jump, unshifted or reencode"
-        )

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.kernels import select
-from octopus_trl.models.context import LevelRows
+from octopus_trl.models.context import LevelRows, Steps
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.shapes import ConvTail, Hidden, Keys, Queries, RecurrentState, Values
 
@@ -133,6 +133,8 @@ class PagedContext:
         read_states: [R] int64, state slot that each run starts from.
         write_states: [n] int64, state slot that takes the end of each of the first n runs.
         decode: rows are runs of one token, and `seen` includes each row itself.
+        twice: a second run steps through the same rows, from another state; what it gives is
+            dropped but for its end (a splice).
     """
 
     memory: PagedMemory
@@ -144,6 +146,8 @@ class PagedContext:
     read_states: Tensor
     write_states: Tensor
     decode: bool
+    twice: bool = False
+    steps: Steps | None = field(init=False)
     levels: list[LevelRows] = field(init=False)
     _masks: dict[int, Tensor] = field(default_factory=dict)
     _write: Callable[..., None] = field(init=False)
@@ -151,9 +155,13 @@ class PagedContext:
 
     def __post_init__(self) -> None:
         rows, device = len(self.tokens), self.tokens.device
-        step = 1 if self.decode else rows
-        bounds = torch.arange(0, rows + 1, step, dtype=torch.int64, device=device)
-        self.levels = [LevelRows(0, rows, bounds, self.decode or rows == 1)]
+        step, num = 1 if self.decode else rows, rows * (1 + self.twice)
+        bounds = torch.arange(0, num + 1, step, dtype=torch.int64, device=device)
+        self.levels = [LevelRows(0, num, bounds, self.decode or rows == 1)]
+        self.steps = None
+        if self.twice:
+            own = torch.arange(rows, device=device)
+            self.steps = Steps(own.repeat(2), own)
         self._write, self._gather = select("write_slots", device), select("gather_slots", device)
 
     @property

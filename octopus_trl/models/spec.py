@@ -82,6 +82,25 @@ def read_spec(
     )
 
 
+def check_splice(spec: ModelSpec) -> None:
+    """Refuse `exchange: splice` where it means nothing: it is a mount on every layer.
+
+    Raises:
+        ConfigError: no layer is recurrent, or an attention layer is outside the mount set.
+    """
+    if not spec.is_hybrid:
+        raise ConfigError(
+            "exchange='splice' on a dense model: it has no recurrent layer that could step through "
+            "a sibling's inputs, so nothing but a mount is left; set exchange: mount"
+        )
+    if spec.mount_layers != spec.attention_layers:
+        raise ConfigError(
+            f"exchange='splice' with mount_layers={list(spec.mount_layers)}: a splice mounts on "
+            f"every layer, the attention layers are {list(spec.attention_layers)}; call "
+            'prepare_model with mount_layers="attention"'
+        )
+
+
 def _layer_kinds(config: Any) -> list[LayerKind]:
     """Read the kind of each layer; a config that names none has attention throughout."""
     named = getattr(config, "layer_types", None)

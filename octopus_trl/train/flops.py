@@ -93,7 +93,8 @@ class ModelFlops:
         tokens = row.num_rows
         mixers = sum(self.attention(row, layer) for layer in self.spec.attention_layers)
         state = float(np.prod(self.spec.state_shape)) if self.spec.is_hybrid else 0.0
-        mixers += 6.0 * state * tokens * len(self.spec.recurrent_layers)
+        steps = tokens if row.layout.steps is None else len(row.layout.steps)
+        mixers += 6.0 * state * steps * len(self.spec.recurrent_layers)
         forward = 2.0 * tokens * self.linear + 2.0 * scored * self.head
         if not trains:
             return forward + mixers
@@ -106,11 +107,12 @@ class ModelFlops:
 
 
 def visible_pairs(row: PackedRow, *, mounts: bool) -> int:
-    """Count the (query, key) pairs that attention evaluates over a row."""
+    """Count the (query, key) pairs that attention evaluates over a row; copies ask for nothing."""
     plan = row.layout.plan
     lengths = np.bincount(plan.segment_of_row, minlength=len(plan.visible)).astype(np.int64)
     seen = plan.visible | plan.mounted if mounts else plan.visible
-    return int(lengths @ (seen.astype(np.int64) @ lengths) + (lengths * (lengths + 1) // 2).sum())
+    own = lengths[: len(lengths) - plan.num_copies]
+    return int(lengths @ (seen.astype(np.int64) @ lengths) + (own * (own + 1) // 2).sum())
 
 
 def peak_tflops(device: torch.device, given: float | None) -> float | None:
@@ -160,6 +162,7 @@ def row_logical_tokens(row: PackedRow) -> int:
     plan = row.layout.plan
     lengths = np.bincount(plan.segment_of_row, minlength=len(plan.visible)).astype(np.int64)
     leaves = ~plan.visible.any(axis=0)
+    leaves[len(leaves) - plan.num_copies :] = False
     seen = (plan.visible | plan.mounted)[leaves].astype(np.int64) @ lengths
     return int((seen + lengths[leaves]).sum())
 
