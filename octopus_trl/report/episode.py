@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import math
 import os
@@ -22,16 +21,11 @@ from typing import Any
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.trace_statistics import count_mounts
+from octopus_trl.report.drawing import drawing, names, text
 from octopus_trl.report.lanes import Lanes, lay_out
 from octopus_trl.trace import Trace
 
 Decode = Callable[[Sequence[int]], str]
-
-WIDTH = 1400.0  # px of the drawing before anyone zooms
-MARGIN = 90.0  # px on the left, for the names of threads
-ROW, BAR = 30.0, 18.0  # px from row to row, and of a bar
-TOP = 26.0
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 def write_episode(
@@ -46,11 +40,11 @@ def write_episode(
     Raises:
         ConfigError: page_size is below 1, or the file cannot be written.
     """
-    text = episode_page(trace, decode=decode, page_size=page_size)
+    page = episode_page(trace, decode=decode, page_size=page_size)
     beside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
+        beside.write_text(page, encoding="utf-8")
         beside.replace(output)
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written ({error}); give another path") from error
@@ -72,9 +66,10 @@ def episode_page(trace: Trace, *, decode: Decode | None = None, page_size: int =
     parts = resources.files("octopus_trl.report")
     script = parts.joinpath("episode.js").read_text(encoding="utf-8")
     fields = {
-        "TITLE": _text(trace.episode_id),
+        "TITLE": text(trace.episode_id),
         "HEAD": _head(trace, lanes, page_size),
-        "DRAWING": _drawing(trace, lanes),
+        "NAMES": names(trace, lanes),
+        "DRAWING": drawing(trace, lanes),
         "DATA": _json(data),
         # Only this very script may run: markup that slipped through would stay inert.
         "SHA": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
@@ -94,9 +89,13 @@ def episode_data(
         if event.get("type") == "turn" and isinstance(event.get("segment"), int)
     }
     times = [segment.time_s for segment in trace.segments]
-    segments = []
+    segments: list[dict[str, Any]] = []
+    clock: dict[int, float] = {}
     for segment in trace.segments:
         begun = 0.0 if segment.parent is None else times[segment.parent]
+        # After a rewind a thread goes on from an earlier segment, at a later time.
+        begun = max(begun or 0.0, clock.get(segment.thread, 0.0))
+        clock[segment.thread] = max(begun, segment.time_s or 0.0)
         fed = segment.kind == "tool" and segment.parent is not None
         row: dict[str, Any] = {
             "thread": segment.thread,
@@ -124,8 +123,6 @@ def episode_data(
     ]
     return {
         "episode": trace.episode_id,
-        "left": MARGIN,
-        "width": WIDTH,
         "threads": threads,
         "segments": segments,
         "timed": all(time is not None for time in times) and any(times),
@@ -153,86 +150,15 @@ def _head(trace: Trace, lanes: Lanes, page_size: int) -> str:
     if trace.truncated:
         facts["truncated"] = "yes"
     cells = "".join(
-        f"<span><b>{_text(name)}</b> {_text(value)}</span>" for name, value in facts.items()
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in facts.items()
     )
-    question = _text(trace.meta.get("question") or "")
-    return f'<p id="question">{question}</p><p id="facts">{cells}</p>'
-
-
-def _drawing(trace: Trace, lanes: Lanes) -> str:
-    """Draw lanes, bars, tree edges and mounts as SVG; the script only moves them sideways."""
-    longest = max(segment.end for segment in trace.segments)
-    scale = WIDTH / longest
-
-    def across(place: float) -> float:
-        return round(MARGIN + place * scale, 2)
-
-    def down(segment: int) -> float:
-        return TOP + lanes.rows[segment] * ROW
-
-    height = TOP + lanes.num_rows * ROW + 8
-    size = f'width="{MARGIN + WIDTH + 20:.0f}" height="{height:.0f}"'
-    out = [f'<svg id="drawing" {size} role="img" aria-label="threads over tokens">']
-    for thread in trace.threads:
-        row = lanes.first_row.get(thread.id)
-        if row is None:
-            continue
-        y = TOP + row * ROW
-        out.append(
-            f'<g class="lane" data-thread="{thread.id}"><line class="rule" x1="0" x2="100%" '
-            f'y1="{y - 6:.1f}" y2="{y - 6:.1f}"/><text class="name" x="4" y="{y + 13:.1f}">thread '
-            f"{thread.id}<title>{_text(thread.status)}{_text(': ' + thread.task)}</title></text>"
-            f'<text class="status" x="4" y="{y + 24:.1f}">{_text(thread.status)}</text></g>'
-        )
-    for segment in trace.segments:
-        if segment.parent is not None and _is_bend(trace, lanes, segment.id):
-            x, y = across(segment.start), down(segment.id) + BAR / 2
-            parent = trace.segments[segment.parent]
-            px, py = across(parent.end), down(parent.id) + BAR / 2
-            kind = "fork" if parent.thread != segment.thread else "back"
-            out.append(
-                f'<path class="{kind}" data-edge="{segment.id}" data-from="{parent.id}" '
-                f'd="M{px} {py} V{y} H{x}"/>'
-            )
-    for segment in trace.segments:
-        x, y = across(segment.start), down(segment.id)
-        width = max(len(segment.tokens) * scale, 0.5)
-        left = " rewound" if segment.id in lanes.rewound else ""
-        out.append(
-            f'<rect class="{segment.kind}{left}" tabindex="0" data-segment="{segment.id}" '
-            f'x="{x}" y="{y:.1f}" width="{width:.2f}" height="{BAR:.0f}">'
-            f"<title>segment {segment.id}, thread {segment.thread}, {segment.kind}, "
-            f"{len(segment.tokens):,} tokens at {segment.start:,}</title></rect>"
-        )
-    for segment in trace.segments:
-        for mount in segment.mounts:
-            source = trace.segments[mount]
-            x1, y1 = across((source.start + source.end) / 2), down(mount) + BAR / 2
-            x2, y2 = across(segment.start), down(segment.id) + BAR / 2
-            bow = min(60.0, 14 + abs(y2 - y1) / 2)
-            out.append(
-                f'<path class="mount" data-mount="{mount}" data-reader="{segment.id}" '
-                f'd="M{x1} {y1} C{x1} {y1 - bow} {x2} {y2 - bow} {x2} {y2}">'
-                f"<title>thread {segment.thread} mounts segment {mount} of thread {source.thread}"
-                "</title></path>"
-            )
-    out.append("</svg>")
-    return "\n".join(out)
-
-
-def _is_bend(trace: Trace, lanes: Lanes, segment: int) -> bool:
-    """Whether a tree edge leaves its row: a fork, or a branch beside the one that was left."""
-    parent = trace.segments[segment].parent
-    return parent is not None and lanes.rows[parent] != lanes.rows[segment]
+    question = text(trace.meta.get("question") or "")
+    return f'<p id="question">{question}</p><dl id="facts">{cells}</dl>'
 
 
 def _json(data: Mapping[str, Any]) -> str:
     """Encode for a script element: no byte of it can end the element or open a comment."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    encoded = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     for char in "<>&":
-        text = text.replace(char, f"\\u{ord(char):04x}")
-    return text
-
-
-def _text(value: object) -> str:
-    return html.escape(_CONTROL.sub("\ufffd", str(value)))
+        encoded = encoded.replace(char, f"\\u{ord(char):04x}")
+    return encoded

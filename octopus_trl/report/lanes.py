@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octopus_trl.eval.trace_statistics import left_segments, rewound_segments
-from octopus_trl.trace import Trace
+from octopus_trl.trace import Segment, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,20 @@ class Lanes:
 
 
 def lay_out(trace: Trace) -> Lanes:
-    """Place every segment: a lane a thread, in thread order, as many rows as branches overlap."""
+    """Place every segment: a lane a thread, children below their parent, a row a branch there."""
     left, rewound = left_segments(trace), rewound_segments(trace)
     heirs, readers = sharers(trace)
     rows = [0] * len(trace.segments)
     first_row: dict[int, int] = {}
     top = 0
-    for thread in trace.threads:
-        own = [segment for segment in trace.segments if segment.thread == thread.id]
-        if not own:
+    written: dict[int, list[Segment]] = {}
+    for segment in trace.segments:
+        written.setdefault(segment.thread, []).append(segment)
+    for thread in _in_tree_order(trace):
+        own = written.get(thread)
+        if own is None:
             continue
-        first_row[thread.id] = top
+        first_row[thread] = top
         ends: list[int] = [0]  # position up to which each row of this lane is taken
         for segment in own:
             if segment.id not in left:
@@ -60,6 +63,19 @@ def lay_out(trace: Trace) -> Lanes:
             rows[segment.id] = top + row
         top += len(ends)
     return Lanes(rows, first_row, top, rewound, heirs, readers)
+
+
+def _in_tree_order(trace: Trace) -> list[int]:
+    """Give the threads as a tree is read: each before its children, those in order of their ids."""
+    below: dict[int | None, list[int]] = {}
+    for thread in trace.threads:
+        below.setdefault(thread.parent, []).append(thread.id)
+    order: list[int] = []
+    waiting = below.get(None, [])[::-1]
+    while waiting:
+        order.append(waiting.pop())
+        waiting += below.get(order[-1], [])[::-1]
+    return order
 
 
 def sharers(trace: Trace) -> tuple[list[list[int]], list[list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import itertools
 import json
 import random
@@ -18,10 +19,12 @@ from typing import Any
 import pytest
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.report.drawing import reads_of
 from octopus_trl.report.episode import episode_page, write_episode
 from octopus_trl.report.lanes import lay_out, sharers
 from octopus_trl.trace import Segment, ThreadRecord, Trace
 from octopus_trl.trace_files import write_traces
+from tests.report.large_episode import large_episode
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>{{DATA}}<!--"
@@ -97,8 +100,11 @@ def test_every_thread_segment_and_mount_is_drawn_once() -> None:
     page = Page(episode_page(trace, decode=decode))
     assert page.ids("data-thread") == [0, 1, 2]
     assert page.ids("data-segment") == list(range(10))
-    mounts = list(zip(page.ids("data-mount"), page.ids("data-reader"), strict=True))
-    assert mounts == [(source, 8) for source in trace.segments[8].mounts]
+    reads = zip(
+        page.ids("data-source"), page.ids("data-mount"), page.ids("data-reader"), strict=True
+    )
+    assert list(reads) == [(1, 3, 8), (2, 7, 8)], "an arc a thread that was read, from its end"
+    assert page.ids("data-lent") == trace.segments[8].mounts
     assert [segment["length"] for segment in page.data["segments"]] == trace.lengths
     assert page.data["segments"][1]["logps"] == [-0.5, -2.25]
     assert page.data["segments"][2]["calls"] == ["fork (ok)", "fork (ok)"]
@@ -145,6 +151,30 @@ def test_left_branches_are_greyed_and_beside_the_chain_that_went_on() -> None:
         if "rewound" in str(attrs.get("class")) and "data-segment" in attrs
     ]
     assert [attrs["data-segment"] for attrs in grey] == ["5"]
+
+
+def test_children_lie_below_their_parent_and_a_read_is_a_thread_not_a_segment() -> None:
+    trace = small()
+    trace.threads.append(ThreadRecord(3, 1, "of 1", "committed", 10))
+    trace.segments.append(Segment(10, 3, 3, "tool", [1] * 5))
+    trace.segments[9].mounts = []
+    trace.place().check()
+    rows = lay_out(trace).first_row
+    assert sorted(rows, key=lambda thread: rows[thread]) == [0, 1, 3, 2]
+    page = Page(episode_page(trace))
+    depths = [str(a["style"]).rpartition("--depth:")[2] for t, a in page.elements if t == "li"]
+    assert page.ids("data-thread") == [0, 1, 2, 3]
+    assert depths == ["0", "1", "1", "2"]
+    assert [read.segments for read in reads_of(trace)] == [[2, 3], [4, 6, 7]]
+
+
+def test_over_time_a_thread_goes_on_after_its_dead_end_not_beside_it() -> None:
+    segments = Page(episode_page(small())).data["segments"]
+    assert segments[5]["time"] == [0.7, 1.1]
+    assert segments[6]["time"] == [1.1, 1.2], (
+        "its parent closed at 0.7, its thread was busy until 1.1"
+    )
+    assert segments[4]["time"] == [0.5, 0.7]
 
 
 def test_sharers_are_those_that_continue_and_those_that_mount() -> None:
@@ -196,7 +226,7 @@ def test_a_long_episode_makes_a_page_of_its_text_not_of_its_tokens() -> None:
     trace = grown(random.Random(3), 400, most=1000)
     assert sum(trace.lengths) > 150_000
     text = episode_page(trace, decode=lambda tokens: "word " * len(tokens))
-    drawing = text[text.index("<svg") : text.index("</svg>")]
+    drawing = text[text.index('<svg id="drawing"') : text.rindex("</svg>")]
     assert len(drawing) < 1000 * len(trace.segments)
 
 
@@ -222,24 +252,85 @@ def test_the_command_writes_a_page_or_says_what_is_wrong(
     assert out.exists() == (code == 0)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_chromium_opens_the_page_and_shows_a_segment(tmp_path: Path, size: str) -> None:
-    trace = small() if size == "small" else grown(random.Random(5), 400, most=1000)
-    page = tmp_path / "e.html"
-    write_episode(trace, page, decode=decode)
+def opened(page: Path, where: str = "") -> str:
+    """Give the document that Chromium has made of a page."""
     assert CHROMIUM is not None
     command = [
         *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=2000", "--dump-dom"),
-        f"file://{page}#segment-2",
+        *(f"--user-data-dir={page.parent / 'profile'}", "--virtual-time-budget=2000"),
+        *("--window-size=1400,900", "--dump-dom", f"file://{page}{where}"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    dom = done.stdout
-    assert f'data-ready="{len(trace.segments)}"' in dom, done.stderr[-2000:]
-    assert "<h2>segment 2: " in dom
-    if size == "small":
-        assert "<title>e&lt;1&gt;</title>" in dom
-        panel = dom[dom.index("<pre>") :]
-        assert panel.startswith("<pre>&lt;/script&gt;&lt;script&gt;document.title=")
-        assert "<img" not in dom
+    assert "data-ready=" in done.stdout, done.stderr[-2000:]
+    return done.stdout
+
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs Chromium: apt-get install chromium"
+)
+
+
+@needs_chromium
+def test_chromium_opens_the_page_and_shows_a_segment_with_hostile_text_as_text(
+    tmp_path: Path,
+) -> None:
+    page = tmp_path / "e.html"
+    write_episode(small(), page, decode=decode)
+    dom = opened(page, "#segment-2")
+    assert 'data-ready="10"' in dom
+    assert "<h2>segment 2: tool</h2>" in dom
+    assert "<title>e&lt;1&gt;</title>" in dom
+    panel = dom[dom.index("<pre>") :]
+    assert panel.startswith("<pre>&lt;/script&gt;&lt;script&gt;document.title=")
+    assert "<img" not in dom
+
+
+@needs_chromium
+def test_chromium_opens_an_episode_of_200_000_tokens(tmp_path: Path) -> None:
+    page = tmp_path / "e.html"
+    trace = large_episode(lambda text: [ord(char) for char in text], tokens=100_000)
+    assert sum(trace.lengths) > 200_000
+    write_episode(trace, page, decode=lambda tokens: "".join(map(chr, tokens)))
+    assert page.stat().st_size < 8 * sum(trace.lengths)
+    dom = opened(page, "#segment-30&axis=time&theme=dark")
+    assert f'data-ready="{len(trace.segments)}"' in dom
+    assert "<h2>segment 30: " in dom
+    assert 'data-theme="dark"' in dom
+    assert " s</text>" in dom[dom.index('id="ruler"') :], "the ruler counts seconds"
+    assert "<img" not in dom
+
+
+@needs_chromium
+def test_the_keyboard_walks_finds_and_zooms_and_tips_tell_of_what_is_under_the_pointer(
+    tmp_path: Path,
+) -> None:
+    driver = """
+    const said = [];
+    const press = (key) => (document.activeElement || document.body).dispatchEvent(
+      new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+    const at = () => said.push(panel.querySelector("h2")?.textContent ?? "none");
+    const walk = ["Right", "Right", "Down", "Down", "Left", "Up"];
+    for (const key of walk) { press("Arrow" + key); at(); }
+    press("Escape"); at();
+    find("eee"); press("n"); at();
+    const before = Number(svg.getAttribute("width")); press("+");
+    said.push(Number(svg.getAttribute("width")) > before);
+    const mouse = (node, type) => node.dispatchEvent(new MouseEvent(type, { bubbles: true }));
+    mouse(mounts[0], "pointermove"); said.push(tip.textContent);
+    mouse(bars[5], "click"); at();
+    press("t"); said.push(axis.value);
+    document.body.dataset.said = JSON.stringify(said);
+    """
+    text = episode_page(small(), decode=lambda tokens: "".join(chr(96 + t) for t in tokens))
+    script = Page(text).scripts[1]
+    digest = base64.b64encode(hashlib.sha256((script + driver).encode()).digest()).decode()
+    text = text.replace(script, script + driver)
+    page = tmp_path / "e.html"
+    page.write_text(re.sub("'sha256-[^']+'", f"'sha256-{digest}'", text))
+    (said,) = re.findall(r'data-said="([^"]+)"', opened(page))
+    heads = json.loads(html.unescape(said))
+    walked = ["0: prompt", "1: action", "2: tool", "4: tool", "4: tool", "2: tool"]
+    assert heads[:6] == [f"segment {head}" for head in walked]
+    assert heads[6:9] == ["none", "none", True]
+    assert heads[9].startswith("thread 0 reads 66 tokens of thread 1")
+    assert heads[10:] == ["segment 5: action", "time"]
