@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,7 +15,7 @@ from transformers import TrainerCallback
 
 from tests.tiny import SHORT_LENGTHS
 from tests.train.forks import Collectives, fork_ranks
-from tests.train.runs import adapter, asked_rows, make_trainer, replayed, trained
+from tests.train.runs import SHALLOW, adapter, asked_rows, make_trainer, replayed, trained
 
 RANKS = 3
 # One question a rank: few tokens, many tokens, none.
@@ -24,12 +27,14 @@ SETTINGS: dict[str, Any] = {
     "max_row_tokens": 60,
     "max_grad_norm": 1.0,
     "shuffle_dataset": False,
-    "learning_rate": 1e-4,
+    "learning_rate": 1e-3,
 }
 # Ranks, mode, sizes, settings. The accumulated ones: the first rank never has a token.
 CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
     "one": (1, "one", SIZES, {}),
     **{mode: (RANKS, mode, SIZES, {}) for mode in ("ddp", "zero1", "zero2", "zero3")},
+    "one in float64": (1, "one", SIZES, {"wide": True}),
+    "ddp in float64": (RANKS, "ddp", SIZES, {"wide": True}),
     "four questions": (1, "one", (0, 0, 9, 4), {"max_steps": 1}),
     "accumulated": (2, "ddp", (0, 0, 9, 4), {"max_steps": 1, "gradient_accumulation_steps": 2}),
 }
@@ -86,6 +91,17 @@ def full_parameter(parameter: Any) -> torch.Tensor:
     return parameter.detach().clone()
 
 
+@contextmanager
+def float64() -> Iterator[None]:
+    """Make `float32` mean float64, in the stock modules too, which cast by name."""
+    with (
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch, "float32", torch.float64),
+    ):
+        yield
+
+
 def run(
     folder: Path,
     mode: str,
@@ -93,12 +109,14 @@ def run(
     world: int,
     *,
     sizes: tuple[int, ...] = SIZES,
+    wide: bool = False,
     **settings: Any,
 ) -> None:
     """Train three steps and write what this rank saw.
 
     Args:
         sizes: for each question, the segments of its episodes; each rank gets as many questions.
+        wide: compute in float64.
     """
     keep, rows, listed = Keep(), [], Collectives()
     accumulated = settings.get("gradient_accumulation_steps", 1)
@@ -110,8 +128,11 @@ def run(
         callbacks=[keep],
         per_device_train_batch_size=3 * len(sizes) // (world * accumulated),
         gradient_checkpointing=mode in CHECKPOINTED,
+        shape=SHALLOW,
         **{**SETTINGS, **settings},
     )
+    if wide:
+        trainer.model.double()
     keep.trainer = trainer
     start = trained(trainer)
     pack, update = trainer._rows, trainer.training_step
@@ -127,7 +148,7 @@ def run(
 
     for name, method in (("_rows", pack_and_keep), ("training_step", update_and_list)):
         setattr(trainer, name, method)
-    with replayed(sizes=sizes, lengths=SHORT_LENGTHS):
+    with replayed(sizes=sizes, lengths=SHORT_LENGTHS), float64() if wide else nullcontext():
         trainer.train()
     wrapped = trainer.model_wrapped
     found = {

@@ -10,7 +10,7 @@ from typing import Any
 from octopus_trl.train import ranks
 from tests.tiny import SHORT_LENGTHS
 from tests.train.forks import fork_ranks
-from tests.train.runs import alternating, asked_rows, make_trainer, replayed
+from tests.train.runs import SHALLOW, alternating, asked_rows, make_trainer, replayed
 
 # What fails, and whether the process of rank 1 lives on for a while with its connections open.
 CASES = {"reward": False, "drawing": False, "update": False, "update, and it hangs": True}
@@ -36,7 +36,9 @@ def run(folder: Path, case: str, rank: int) -> None:
 
     settings: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2}
     settings |= {"max_turns": 2, "max_new_tokens": 4, "num_pages": 200, "window": 1024}
-    trainer = make_trainer(folder / "run", None, asked_rows(4), reward=judge, **settings)
+    trainer = make_trainer(
+        folder / "run", None, asked_rows(4), reward=judge, shape=SHALLOW, **settings
+    )
     if rank == 1 and case == "drawing":
         trainer._policy._awake = fail
     if rank == 1 and case.startswith("update"):

@@ -14,7 +14,7 @@ from octopus_trl.protocols import SamplingParams
 from octopus_trl.train.resident import PART_BYTES
 from tests.train.equal_worker import TARGETS, full_parameter
 from tests.train.forks import Collectives, fork_ranks
-from tests.train.runs import adapter, asked_rows, make_trainer
+from tests.train.runs import SHALLOW, adapter, asked_rows, make_trainer
 
 RANKS = 2
 CASES = ("adapter", "full")  # what trains
@@ -93,6 +93,7 @@ def run(folder: Path, case: str, rank: int, **settings: Any) -> None:
         None,
         asked_rows(RANKS),
         peft_config=adapter(target_modules=list(TARGETS)) if case == "adapter" else None,
+        shape=SHALLOW,
         **{**SETTINGS, **settings},
     )
     before = {n: p.numel() * p.element_size() for n, p in trainer.model.named_parameters()}

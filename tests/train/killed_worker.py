@@ -17,7 +17,7 @@ from octopus_trl.train import checkpoint
 from tests.tiny import SHORT_LENGTHS
 from tests.train.equal_worker import TARGETS, full_parameter
 from tests.train.forks import fork_ranks
-from tests.train.runs import adapter, asked_rows, make_trainer, replayed
+from tests.train.runs import SHALLOW, adapter, asked_rows, make_trainer, replayed
 
 STEPS = 4
 # Two steps a generation: steps 1 and 3 end inside a buffer of traces that are not yet trained on.
@@ -121,6 +121,7 @@ def run(folder: Path, mode: str, rank: int, kill: tuple[str, int, int] | None) -
         None,
         asked_rows(4 * world),
         peft_config=adapter(lora_dropout=0.2, target_modules=list(TARGETS)),
+        shape=SHALLOW,
         **SETTINGS,
     )
     if kill is not None and kill[2] == rank:

@@ -7,7 +7,7 @@ is real: pages, states, mounts, rewinds, and each token's log-probability under 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -61,6 +61,10 @@ SETTINGS: dict[str, Any] = {
 @cache
 def tokenizer() -> Any:
     return build_tokenizer()
+
+
+# One layer of each kind: what splits parameters over ranks pays for every module.
+SHALLOW = {"layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
 class Pair:
@@ -178,10 +182,17 @@ def make_trainer(
     peft_config: Any = "default",
     callbacks: Any = None,
     eval_rows: Any = None,
+    shape: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> OctopusGRPOTrainer:
-    """Build a trainer of a random hybrid whose adapter, if any, is not at its zero point."""
-    model = tiny_hybrid(0, vocab_size=1024, eos_token_id=tokenizer().eos_token_id)
+    """Build a trainer of a random hybrid whose adapter, if any, is not at its zero point.
+
+    Args:
+        shape: settings of the model that differ.
+    """
+    model = tiny_hybrid(
+        0, **{"vocab_size": 1024, "eos_token_id": tokenizer().eos_token_id, **(shape or {})}
+    )
     config = adapter() if peft_config == "default" else peft_config
     trainer = OctopusGRPOTrainer(
         model,
