@@ -16,7 +16,7 @@ _STOP = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then "
     "there these they this to was will with"
 )
-_STOP_WORDS = frozenset(_STOP.split(" "))
+STOP_WORDS = frozenset(_STOP.split(" "))
 _local = threading.local()
 
 
@@ -27,7 +27,12 @@ def analyze(text: str) -> list[str]:
 
 def words(text: str) -> list[str]:
     """Split a text into lower-cased words less stop words: `analyze` before its stemmer."""
-    return [word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS]
+    return [word for word in split(text) if word not in STOP_WORDS]
+
+
+def split(text: str) -> list[str]:
+    """Split a text into lower-cased words, stop words included."""
+    return _WORD.findall(text.lower())
 
 
 def stem(word: str) -> str:

@@ -29,12 +29,13 @@ from typing import Any
 import bm25s
 import numpy as np
 
-from octopus_trl.agent.analyzer import stem, words
+from octopus_trl.agent.analyzer import STOP_WORDS, split, stem
 from octopus_trl.agent.corpus import Corpus, Document
 from octopus_trl.errors import ConfigError
 
 MAX_POSTINGS = 1 << 22
 MAX_WORD_FORMS = 1 << 21
+_STOP = -1
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, units done and units in all."""
 
@@ -145,11 +146,22 @@ class _TermIds:
         forms = self._forms
         if len(forms) > MAX_WORD_FORMS:
             forms.clear()
-        found = words(text)
-        for word in found:
-            if word not in forms:
-                forms[word] = self.ids.setdefault(stem(word), len(self.ids))
-        return np.fromiter((forms[word] for word in found), dtype=np.int32, count=len(found))
+        found = split(text)
+        # Nearly every word is known: one pass in C over all, then a loop over the rest alone.
+        ids = list(map(forms.get, found))
+        for at in [at for at, term in enumerate(ids) if term is None]:
+            ids[at] = self._number(found[at])
+        terms = np.array(ids, dtype=np.int32)
+        return terms[terms != _STOP]
+
+    def _number(self, word: str) -> int:
+        number = self._forms.get(word)
+        if number is None:
+            number = _STOP
+            if word not in STOP_WORDS:
+                number = self.ids.setdefault(stem(word), len(self.ids))
+            self._forms[word] = number
+        return number
 
 
 def _blocks(indptr: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
