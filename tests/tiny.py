@@ -8,6 +8,7 @@ random decay would forget what leaked.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,16 @@ from transformers import (
     BambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from octopus_trl.trace import Segment, ThreadRecord, Trace
@@ -38,57 +45,48 @@ def tiny_hybrid(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: 
     Two value heads share each key head, two query heads each KV head; a quarter of the head dim
     does not rotate.
     """
-    config = Qwen3_5TextConfig(
-        **{
-            "vocab_size": VOCAB,
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "partial_rotary_factor": 0.75,
-                "mrope_section": [2, 2, 2],
-            },
-            "tie_word_embeddings": tie,
-            "bos_token_id": None,
-            "eos_token_id": 0,
-            "pad_token_id": None,
-            **overrides,
-        }
-    )
+    config = Qwen3_5TextConfig(**{**_attention(layers, tie), **_delta(), **overrides})
     return _filled(Qwen3_5ForCausalLM, config, seed)
 
 
 def tiny_dense(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
     """Build a Qwen3-shaped dense model in eval mode, float32: attention in every layer."""
-    config = Qwen3Config(
+    config = Qwen3Config(**{**_attention(layers, tie), "head_dim": 16, **overrides})
+    return _filled(Qwen3ForCausalLM, config, seed)
+
+
+def tiny_llama(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Llama-shaped dense model in eval mode, float32: no norms of queries and keys."""
+    return _filled(LlamaForCausalLM, LlamaConfig(**{**_attention(layers, tie), **overrides}), seed)
+
+
+def tiny_hybrid_moe(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Qwen3.5-MoE-shaped hybrid in eval mode, float32: `tiny_hybrid` and experts."""
+    config = Qwen3_5MoeTextConfig(
         **{
-            "vocab_size": VOCAB,
-            "hidden_size": 48,
-            "intermediate_size": 64,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": tie,
-            "bos_token_id": None,
-            "eos_token_id": 0,
-            "pad_token_id": None,
+            **_attention(layers, tie),
+            **_delta(),
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 32,
             **overrides,
         }
     )
-    return _filled(Qwen3ForCausalLM, config, seed)
+    return _filled(Qwen3_5MoeForCausalLM, config, seed)
+
+
+def tiny_dense_moe(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Qwen3-MoE-shaped model in eval mode, float32: `tiny_dense` and experts."""
+    config = Qwen3MoeConfig(
+        **{
+            **_attention(layers, tie),
+            "head_dim": 16,
+            **_EXPERTS,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            **overrides,
+        }
+    )
+    return _filled(Qwen3MoeForCausalLM, config, seed)
 
 
 def tiny_bamba(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
@@ -125,7 +123,10 @@ def tiny_granite(seed: int = 0, layers: int = 4, tie: bool = False, **overrides:
     return _filled(GraniteMoeHybridForCausalLM, config, seed)
 
 
-def _mamba2(layers: int, tie: bool) -> dict[str, Any]:
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _attention(layers: int, tie: bool) -> dict[str, Any]:
     return {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -133,13 +134,6 @@ def _mamba2(layers: int, tie: bool) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "mamba_n_heads": 6,
-        "mamba_d_head": 16,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 8,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_chunk_size": 16,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": tie,
         "bos_token_id": None,
@@ -148,15 +142,48 @@ def _mamba2(layers: int, tie: bool) -> dict[str, Any]:
     }
 
 
+def _delta() -> dict[str, Any]:
+    return {
+        "head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.75,
+            "mrope_section": [2, 2, 2],
+        },
+    }
+
+
+def _mamba2(layers: int, tie: bool) -> dict[str, Any]:
+    return {
+        **_attention(layers, tie),
+        "mamba_n_heads": 6,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 16,
+    }
+
+
 def with_lora(model: nn.Module, seed: int = 0, rank: int = 3) -> Any:
     """Wrap a model in PEFT adapters on every inner projection, both factors non-zero."""
     from peft import LoraConfig, get_peft_model
 
     names = {name.rsplit(".", 1)[-1] for name, child in model.named_modules() if _is_linear(child)}
-    wrapped = get_peft_model(
-        model,
-        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names - {"lm_head"})),
-    )
+    with warnings.catch_warnings():
+        # PEFT scales the rank of fused experts by a pattern, then misses parameters when it checks.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+        wrapped = get_peft_model(
+            model,
+            LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=sorted(names - {"lm_head"})),
+        )
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(wrapped.named_parameters()):

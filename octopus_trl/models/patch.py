@@ -7,6 +7,7 @@ adapters: the mixers call the same projection modules.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import attention
 from octopus_trl.models.backbone import Backbone
+from octopus_trl.models.llama import LLAMA
 from octopus_trl.models.mamba2 import BAMBA, GRANITE
 from octopus_trl.models.qwen import QWEN3, QWEN3_5
+from octopus_trl.models.qwen_moe import QWEN3_5_MOE, QWEN3_MOE
 from octopus_trl.models.spec import ModelSpec, read_spec
 
-BACKBONES = (QWEN3_5, QWEN3, BAMBA, GRANITE)
+BACKBONES = (QWEN3_5, QWEN3_5_MOE, QWEN3, QWEN3_MOE, BAMBA, GRANITE, LLAMA)
 
 # A pass brings its own visibility; the model must not build a mask from scattered positions. Models
 # whose config names layer kinds take one mask a kind; the others take a mask of four dimensions as
@@ -56,8 +59,8 @@ def prepare_model(model: nn.Module, *, mount_layers: str | Sequence[int] = "atte
     """Install the mixers in place and settle the mount set (DESIGN §6).
 
     Args:
-        model: a causal LM of one of `BACKBONES` (Qwen3.5, Qwen3, Bamba, GraniteMoeHybrid),
-            PEFT-wrapped or not. Calling again only changes the mount set.
+        model: a causal LM of one of `BACKBONES`, PEFT-wrapped or not. Calling again only changes
+            the mount set.
         mount_layers: "attention" for every full-attention layer of a hybrid, or layer indices;
             a dense model needs indices.
     Returns:
@@ -134,10 +137,15 @@ _CLASSES: dict[type, type] = {}
 def _with_pass(cls: type) -> type:
     """Subclass a causal LM under its own name, so that `config.json` names the stock class."""
     if cls not in _CLASSES:
+        # `generate` and the Trainer read from the signature what a model takes.
+        @functools.wraps(cls.forward)  # type: ignore[attr-defined]
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _PassForward.forward(self, *args, **kwargs)
+
         _CLASSES[cls] = type(
             cls.__name__,
             (_PassForward, cls),
-            {"__module__": cls.__module__, "__qualname__": cls.__qualname__},
+            {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward},
         )
     return _CLASSES[cls]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.kernels import select
@@ -20,6 +19,7 @@ from octopus_trl.kernels._attention_choice import choose
 from octopus_trl.kernels.delta_rule import INSTALL
 from octopus_trl.maths import attention, dag, delta_rule
 from octopus_trl.models import spec_of
+from octopus_trl.models.gated_delta import GatedDeltaPass
 
 LENGTHS = (1, 63, 64, 65, 200)
 TOLERANCE = 2e-2  # relative norm; 16-bit kernels stay below 1e-2, wrong ones are far off
@@ -50,7 +50,7 @@ def check_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
         dtype=dtype,
     )
     lines = [f"packed attention: {choose(device, dtype, spec.head_dim).text}"]
-    mixer = next((m for m in model.modules() if isinstance(m, Qwen3_5GatedDeltaNet)), None)
+    mixer = next((m for m in model.modules() if isinstance(m, GatedDeltaPass)), None)
     if mixer is not None:
         check_gated_delta(
             select("gated_delta_rule", device),

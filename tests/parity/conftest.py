@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from octopus_trl import prepare_model
-from tests.tiny import tiny_bamba, tiny_dense, tiny_granite, tiny_hybrid
+from tests.tiny import (
+    tiny_bamba,
+    tiny_dense,
+    tiny_dense_moe,
+    tiny_granite,
+    tiny_hybrid,
+    tiny_hybrid_moe,
+    tiny_llama,
+)
 
 
 @dataclass(frozen=True)
@@ -24,16 +32,30 @@ class Pair:
     mount_layers: tuple[int, ...] | None
 
 
-BACKBONES: dict[str, tuple[Callable[[], Any], tuple[int, ...] | None]] = {
+Built = tuple[Callable[[], Any], tuple[int, ...] | None]
+
+# One of each supported class; every parity, gradient and plain-forward test runs over them.
+FAMILIES: dict[str, Built] = {
     "hybrid": (lambda: tiny_hybrid(0), None),
-    "hybrid8": (lambda: tiny_hybrid(1, layers=8, tie=True), None),
-    "hybrid8-one-layer": (lambda: tiny_hybrid(2, layers=8), (7,)),
+    "hybrid-moe": (lambda: tiny_hybrid_moe(0), None),
     "dense": (lambda: tiny_dense(0), (1, 2)),
-    "dense-tied": (lambda: tiny_dense(1, tie=True), (3,)),
+    "dense-moe": (lambda: tiny_dense_moe(0), (1, 2)),
+    "llama": (lambda: tiny_llama(0), (1, 2)),
     "bamba": (lambda: tiny_bamba(0), None),
-    "bamba-one-layer": (lambda: tiny_bamba(1, tie=True), (3,)),
     "granite": (lambda: tiny_granite(0), None),
 }
+BACKBONES: dict[str, Built] = {
+    **FAMILIES,
+    "hybrid8": (lambda: tiny_hybrid(1, layers=8, tie=True), None),
+    "hybrid8-one-layer": (lambda: tiny_hybrid(2, layers=8), (7,)),
+    "dense-tied": (lambda: tiny_dense(1, tie=True), (3,)),
+    "bamba-one-layer": (lambda: tiny_bamba(1, tie=True), (3,)),
+}
+
+
+def prepared(model: Any, layers: tuple[int, ...] | None) -> Any:
+    """Prepare a model in place; None mounts on every attention layer of a hybrid."""
+    return prepare_model(model) if layers is None else prepare_model(model, mount_layers=layers)
 
 
 @cache
@@ -41,11 +63,7 @@ def pair(name: str) -> Pair:
     """Build a backbone once a process; its weights are not to be changed."""
     build, layers = BACKBONES[name]
     stock = build()
-    ours = copy.deepcopy(stock)
-    if layers is None:
-        prepare_model(ours)
-    else:
-        prepare_model(ours, mount_layers=layers)
+    ours = prepared(copy.deepcopy(stock), layers)
     for model in (stock, ours):
         model.requires_grad_(False)
     return Pair(stock, ours, layers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +17,23 @@ from torch import Tensor
 
 from octopus_trl import prepare_model, score_traces
 from tests import tolerances
+from tests.parity.conftest import FAMILIES, Built, prepared
 from tests.tiny import VOCAB, random_trace, tiny_dense, tiny_hybrid, with_lora
 
-BUILDS: dict[str, Callable[[], Any]] = {
-    "hybrid": lambda: tiny_hybrid(0),
-    "hybrid-tied": lambda: tiny_hybrid(1, tie=True),
-    "dense": lambda: tiny_dense(0),
-    "dense-tied": lambda: tiny_dense(1, tie=True),
-    "lora": lambda: with_lora(tiny_hybrid(0)),
+BUILDS: dict[str, Built] = {
+    **FAMILIES,
+    "hybrid-tied": (lambda: tiny_hybrid(1, tie=True), None),
+    "dense-tied": (lambda: tiny_dense(1, tie=True), (1, 2)),
+    "lora": (lambda: with_lora(tiny_hybrid(0)), None),
 }
 EACH = pytest.mark.parametrize("name", BUILDS)
 BARE = pytest.mark.parametrize("name", [name for name in BUILDS if name != "lora"])
 
 
-def prepared(model: Any) -> Any:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    dense = type(inner).__name__ == "Qwen3ForCausalLM"
-    return prepare_model(model, mount_layers=[1, 2]) if dense else prepare_model(model)
-
-
 def both(name: str) -> tuple[Any, Any]:
-    stock = BUILDS[name]()
-    return stock, prepared(copy.deepcopy(stock))
+    build, layers = BUILDS[name]
+    stock = build()
+    return stock, prepared(copy.deepcopy(stock), layers)
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
@@ -147,14 +142,16 @@ def test_names_of_parameters_modules_and_state_are_unchanged(name: str) -> None:
     assert [n for n, _ in ours.named_buffers()] == [n for n, _ in stock.named_buffers()]
     assert [n for n, _ in ours.named_modules()] == [n for n, _ in stock.named_modules()]
     assert type(ours).__name__ == type(stock).__name__
+    assert inspect.signature(ours.forward) == inspect.signature(stock.forward)
     assert isinstance(ours, type(stock))
 
 
 @EACH
 def test_preparing_happens_in_place_and_leaves_weights_alone(name: str) -> None:
-    model = BUILDS[name]()
+    build, layers = BUILDS[name]
+    model = build()
     kept = {key: (value.data_ptr(), value.clone()) for key, value in model.state_dict().items()}
-    assert prepared(model) is model
+    assert prepared(model, layers) is model
     for key, value in model.state_dict().items():
         assert value.data_ptr() == kept[key][0]
         assert torch.equal(value, kept[key][1])
@@ -187,7 +184,9 @@ def test_a_saved_model_is_the_stock_model_and_loads_as_one(name: str, tmp_path: 
     ids = tokens(1, 30)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, stock(ids).logits)
-    assert torch.equal(scores(prepared(loaded)).nan_to_num(), scores(ours).nan_to_num())
+    assert torch.equal(
+        scores(prepared(loaded, BUILDS[name][1])).nan_to_num(), scores(ours).nan_to_num()
+    )
 
 
 def test_a_saved_adapter_loads_on_a_prepared_and_on_a_stock_model(tmp_path: Path) -> None:
