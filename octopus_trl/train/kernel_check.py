@@ -50,7 +50,7 @@ def check_kernels(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
         dtype=dtype,
     )
     lines = [f"packed attention: {choose(device, dtype, spec.head_dim).text}"]
-    mixer = next((m for m in model.modules() if isinstance(m, GatedDeltaPass)), None)
+    mixer: Any = next((m for m in model.modules() if isinstance(m, GatedDeltaPass)), None)
     if mixer is not None:
         check_gated_delta(
             select("gated_delta_rule", device),
