@@ -84,6 +84,9 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     trainer.save_state()
+    trainer.create_model_card()
+    if args.push_to_hub:
+        trainer.push_to_hub()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Card:
     is_world_process_zero: Any
     _name: str
     _tag_names: list[str]
+    _trained_by = "GRPO over whole episodes"
 
     def create_model_card(
         self,
@@ -90,8 +91,9 @@ class Card:
             data={
                 "training": describe_data(self.train_dataset, dataset_name),
                 "evaluation": describe_data(self.eval_dataset, None),
-                "rewards": ", ".join(self.reward_func_names),
+                "rewards": ", ".join(self.reward_func_names) or "none",
             },
+            trained_by=self._trained_by,
             history=self.state.log_history,
             step=self.state.global_step,
         )
@@ -107,6 +109,7 @@ def render(
     place: str,
     recipe: Mapping[str, Any],
     data: Mapping[str, str],
+    trained_by: str,
     history: Sequence[Mapping[str, Any]],
     step: int,
 ) -> str:
@@ -127,7 +130,7 @@ def render(
     ]
     what = (
         f"A {kind}{of} that works on a question as many threads: it forks, reads what its threads "
-        f"found through mounted KV pages, rewinds and commits. Trained by GRPO over whole episodes "
+        f"found through mounted KV pages, rewinds and commits. Trained by {trained_by} "
         f"with octopus_trl, {step} optimizer steps."
     )
     parts = [
@@ -175,12 +178,17 @@ def adapter_of(model: Any) -> dict[str, Any]:
 
 
 def describe_data(dataset: Any, name: str | None) -> str:
-    """Say how many questions there are, with which columns, and a mark of their content."""
+    """Say how many questions there are, with which columns, and a mark of their content.
+
+    Rows that are made while a run goes on are counted only.
+    """
     if dataset is None:
         return "none"
     if isinstance(dataset, Mapping):
         return "; ".join(f"{key}: {describe_data(part, None)}" for key, part in dataset.items())
     named = f"`{name}`, " if name else ""
+    if not hasattr(dataset, "column_names"):
+        return f"{named}{len(dataset)} packed rows, drawn from a seed and the number of the row"
     columns = ", ".join(f"`{column}`" for column in dataset.column_names)
     mark = getattr(dataset, "_fingerprint", None)
     return f"{named}{len(dataset)} questions, columns {columns}, fingerprint {mark}"

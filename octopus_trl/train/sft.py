@@ -30,6 +30,8 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
+from octopus_trl.train.card import Card
+from octopus_trl.train.hub import HubPush
 from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.resume import StagedCheckpoints
 from octopus_trl.train.rows import LossRow, Tree, build_row
@@ -57,6 +59,13 @@ class OctopusSFTConfig(TrainingArguments):
         default=None,
         metadata={"help": "Seconds after which the run ends in good order; None: never."},
     )
+    push_attempts: int = field(
+        default=3, metadata={"help": "Tries of each push to the hub; none is fatal."}
+    )
+    push_wait_s: float = field(
+        default=5.0,
+        metadata={"help": "Seconds before the second try of a push, doubled for each later one."},
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,6 +78,10 @@ class OctopusSFTConfig(TrainingArguments):
             )
         if self.max_steps < 1:
             raise ConfigError(f"max_steps={self.max_steps}: must be at least 1, rows are endless")
+        if self.push_attempts < 1:
+            raise ConfigError(f"push_attempts={self.push_attempts}: must be at least 1")
+        if not 0 <= self.push_wait_s < float("inf"):
+            raise ConfigError(f"push_wait_s={self.push_wait_s}: must be at least 0 and finite")
         self.remove_unused_columns = False
 
 
@@ -126,11 +139,17 @@ class RowDataset(Dataset[SFTRow]):
         return SFTRow(row, kind[row.tree_of_token], sources)
 
 
-class OctopusSFTTrainer(StagedCheckpoints, Trainer):
+class OctopusSFTTrainer(HubPush, StagedCheckpoints, Card, Trainer):
     """`transformers.Trainer` whose loss is the packed pass over one row of traces.
 
-    Its checkpoints are whole or absent, as those of GRPO (`checkpoint.py`).
+    Its checkpoints are whole or absent and its pushes never end a run, as those of GRPO
+    (`checkpoint.py`, `hub.py`).
     """
+
+    _tag_names = ["sft", "octopus"]  # noqa: RUF012 - as TRL spells it
+    _name = "Octopus SFT"
+    _trained_by = "maximum likelihood of the sampled tokens of expert episodes"
+    reward_func_names: list[str] = []  # noqa: RUF012
 
     def __init__(self, model: nn.Module, args: OctopusSFTConfig, **kwargs: Any) -> None:
         self._spec = spec_of(model)
@@ -163,7 +182,8 @@ class OctopusSFTTrainer(StagedCheckpoints, Trainer):
         super().log(logs, start_time)
 
     def _push_safely(self, folder: Path) -> None:
-        self._push_from_checkpoint(str(folder))
+        self.create_model_card()
+        super()._push_safely(folder)
 
     def _note(self, item: SFTRow, logps: Tensor) -> None:
         # Weighted means: picking a source's targets by a mask would wait for the device.

@@ -11,9 +11,11 @@ import yaml
 from peft import PeftModel
 from safetensors.torch import load
 
+from octopus_trl import prepare_model
 from octopus_trl.train import card
 from octopus_trl.train.hub import collect, tried
-from tests.tiny import tiny_hybrid
+from octopus_trl.train.sft import OctopusSFTConfig, OctopusSFTTrainer, RowDataset
+from tests.tiny import SHORT_LENGTHS, random_trace, tiny_hybrid
 from tests.train.hub_stand_in import Hub, hub_stand_in
 from tests.train.runs import asked_rows, make_trainer, replayed, tokenizer
 
@@ -100,6 +102,41 @@ def test_a_hub_that_stays_down_ends_no_run(
     assert hub.commits == []
     assert "push failed (End of training), the run goes on" in capsys.readouterr().err
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
+
+
+def test_a_warm_start_pushes_checkpoints_and_its_end_and_a_hub_that_fails_ends_it_not(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def draw(rng: Any, progress: float) -> Any:
+        return random_trace(int(rng.integers(1 << 20)), steps=6, lengths=SHORT_LENGTHS)
+
+    names = ("push_to_hub", "hub_model_id", "hub_token", "push_wait_s", "max_steps", "save_steps")
+    args = OctopusSFTConfig(
+        output_dir=str(tmp_path / "run"), per_device_train_batch_size=1, pack_tokens=200,
+        use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, push_attempts=2,
+        hub_always_push=True, **{name: PUSHED[name] for name in names},
+    )  # fmt: skip
+    rows = RowDataset(draw, num_rows=2, pack_tokens=200, seed=0)
+    model = prepare_model(tiny_hybrid(0))
+    trainer = OctopusSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer())
+    hub.fail = 1
+    trainer.train()
+    trainer.push_to_hub()
+    assert [message for message, _ in hub.commits] == [
+        "Training in progress, step 1",
+        "Training in progress, step 2",
+        "End of training",
+    ]
+    for _, files in hub.commits:
+        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(files)
+        assert [n for n in files if n.endswith((".pt", ".bin"))] == []
+        assert not any(SECRET.encode() in content for content in files.values())
+    card = hub.commits[-1][1]["README.md"].decode()
+    assert "maximum likelihood of the sampled tokens" in card
+    assert "2 packed rows" in card
+    hub.fail = 10**6
+    assert trainer.push_to_hub() is None
+    assert "the run goes on" in capsys.readouterr().err
 
 
 def test_waits_between_attempts_double() -> None:

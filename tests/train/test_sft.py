@@ -143,6 +143,8 @@ def test_a_half_written_checkpoint_is_passed_over_and_the_run_goes_on_bit_for_bi
     ("change", "rule"),
     [
         ({"pack_tokens": 0}, "pack_tokens=0"),
+        ({"push_attempts": 0}, "push_attempts=0"),
+        ({"push_wait_s": -1.0}, "push_wait_s=-1.0"),
         ({"per_device_train_batch_size": 2}, "a row is already a batch"),
         ({"max_steps": -1}, "max_steps=-1"),
     ],
