@@ -66,12 +66,11 @@ def read_spec(
     """
     kinds = _layer_kinds(config)
     hybrid = "recurrent" in kinds
-    attention = [index for index, kind in enumerate(kinds) if kind == "attention"]
     carried = sizes(config) if hybrid else RecurrentSizes((), ())
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelSpec(
         layer_kinds=tuple(kinds),
-        mount_layers=_mount_set(mount_layers, attention, hybrid, len(kinds)),
+        mount_layers=_mount_set(mount_layers, attention_layers(config), hybrid, len(kinds)),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
@@ -99,6 +98,11 @@ def check_splice(spec: ModelSpec) -> None:
             f"every layer, the attention layers are {list(spec.attention_layers)}; call "
             'prepare_model with mount_layers="attention"'
         )
+
+
+def attention_layers(config: Any) -> list[int]:
+    """Give the indices of a config's attention layers, ascending."""
+    return [index for index, kind in enumerate(_layer_kinds(config)) if kind == "attention"]
 
 
 def _layer_kinds(config: Any) -> list[LayerKind]:
