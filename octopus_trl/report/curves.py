@@ -24,11 +24,21 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     ("tokens an episode", (("episode/tokens", "all"), ("episode/owned_tokens", "owned"))),
+    ("tokens read by mount", (("episode/mounted_tokens", "mounted"),)),
     ("dedup ratio", (("packing/dedup_ratio", "dedup ratio"),)),
-    ("rollout-training KL", (("rollout_kl/mean", "KL"),)),
+    (
+        "rollout-training KL",
+        (
+            ("rollout_kl/mean", "all owned"),
+            ("rollout_kl/mounted", "after a mount"),
+            ("rollout_kl/rewound", "rewound"),
+        ),
+    ),
     ("gradient norm", (("grad_norm", "gradient norm"),)),
+    ("seconds a step", (("time/generate_s", "generate"), ("time/train_s", "train"))),
 )
 LOGARITHMIC = "rollout-training KL"
+STYLES = ("-", "--", ":")  # a run has a colour, a figure of a panel a stroke
 TABLE = (
     "reward",
     "episode/forks",
@@ -70,9 +80,9 @@ def _draw(runs: Sequence[Run], window: int) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    figure = Figure(figsize=(16, 7), layout="constrained")
     FigureCanvasAgg(figure)
-    axes: Any = figure.subplots(2, 3)
+    axes: Any = figure.subplots(2, 4)
     for axis, (title, lines) in zip(axes.flat, PANELS, strict=True):
         for number, run in enumerate(runs):
             for shade, (key, label) in enumerate(lines):
@@ -81,17 +91,22 @@ def _draw(runs: Sequence[Run], window: int) -> bytes:
                     # A step without a difference has no place on a logarithmic axis.
                     kept = [(s, v) for s, v in zip(steps, values) if v > 0]
                     steps, values = [s for s, _ in kept], [v for _, v in kept]
-                color = f"C{(number * len(lines) + shade) % 10}"
-                name = f"{run.name}: {label}" if len(runs) > 1 else label
-                axis.plot(steps, values, ".", color=color, alpha=0.3, markersize=4)
-                axis.plot(steps, smooth(values, window), color=color, label=name)
-        axis.set_title(title)
+                if not values:
+                    continue
+                several = len(lines) > 1
+                color = f"C{number % 10}" if len(runs) > 1 else f"C{shade}"
+                name = ", ".join([run.name] * (len(runs) > 1) + [label] * several)
+                axis.plot(steps, values, ".", color=color, alpha=0.25, markersize=4)
+                stroke = STYLES[shade % len(STYLES)] if len(runs) > 1 else "-"
+                axis.plot(steps, smooth(values, window), stroke, color=color, label=name)
+        axis.set_title(title, loc="left", fontsize="medium", fontweight="bold")
         axis.set_xlabel("optimizer step")
-        axis.grid(visible=True, alpha=0.3)
+        axis.grid(visible=True, alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
         if title == LOGARITHMIC:
             axis.set_yscale("log")
-        if len(runs) * len(lines) > 1:
-            axis.legend(fontsize="small")
+        if len(runs) * len(lines) > 1 and axis.lines:
+            axis.legend(fontsize="small", frameon=False)
     target = io.BytesIO()
     figure.savefig(target, format="png", dpi=110)
     return target.getvalue()
@@ -99,34 +114,49 @@ def _draw(runs: Sequence[Run], window: int) -> bytes:
 
 def _page(runs: Sequence[Run], picture: bytes, window: int) -> str:
     rows = []
-    for run in runs:
-        for key in TABLE:
+    for key in TABLE:
+        cells = []
+        for run in runs:
             _, values = run.series(key)
-            if values:
-                head, tail = values[:window], values[-window:]
-                cells = (
-                    html.escape(run.name),
-                    html.escape(key),
-                    str(len(values)),
-                    f"{sum(head) / len(head):.4g}",
-                    f"{sum(tail) / len(tail):.4g}",
-                )
-                rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+            if not values:
+                cells += ["–", "–"]
+                continue
+            most = _end(len(values), window)
+            cells += [f"{sum(part) / most:.4g}" for part in (values[:most], values[-most:])]
+        numbers = "".join(f"<td>{cell}</td>" for cell in cells)
+        rows.append(f"<tr><th>{html.escape(key)}</th>{numbers}</tr>")
+    heads = "".join(
+        f'<th colspan="2">{html.escape(run.name)}, {len(run.rows)} steps</th>' for run in runs
+    )
+    ends = "".join(
+        f"<th>first {most}</th><th>last {most}</th>"
+        for most in (_end(len(run.rows), window) for run in runs)
+    )
     names = html.escape(", ".join(run.name for run in runs))
     encoded = base64.b64encode(picture).decode("ascii")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{names}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; }}
-img {{ max-width: 100%; }}
-td, th {{ padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }}
-td:nth-child(-n+2), th:nth-child(-n+2) {{ text-align: left; }}
+:root {{ color-scheme: light dark; --line: #8884; --soft: #888; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; }}
+body {{ margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.2rem; }} p {{ color: var(--soft); }}
+img {{ max-width: 100%; background: #fff; border: 1px solid var(--line); border-radius: 8px; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; margin-top: 1rem; }}
+td, th {{ padding: .2rem .9rem; text-align: right; border-bottom: 1px solid var(--line); }}
+th {{ font-weight: 600; }} tr > th:first-child {{ text-align: left; font-weight: 400; }}
 </style></head><body>
 <h1>{names}</h1>
+<p>Dots are steps, lines the mean of {window} steps.</p>
 <img alt="curves over optimizer steps" src="data:image/png;base64,{encoded}">
 <table>
-<tr><th>run</th><th>figure</th><th>steps</th>
-<th>first {window}</th><th>last {window}</th></tr>
+<tr><th></th>{heads}</tr>
+<tr><th>mean of steps</th>{ends}</tr>
 {"".join(rows)}
 </table></body></html>
 """
+
+
+def _end(steps: int, window: int) -> int:
+    """Give the steps of either end of a run: as many as the window, and none that is in both."""
+    return max(1, min(window, steps // 2))

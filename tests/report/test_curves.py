@@ -73,7 +73,11 @@ def test_png_and_page_hold_every_run(tmp_path: Path) -> None:
     text = page.read_text()
     assert "&lt;two&gt;" in text
     assert "<two>" not in text
-    assert "<td>one</td><td>reward</td><td>7</td><td>0.2857</td><td>0.8571</td>" in text
+    ends = "<td>0.2857</td><td>0.8571</td>"  # of 1/7, 2/7, 3/7 and of 5/7, 6/7, 7/7
+    assert f"<tr><th>reward</th>{ends}{ends}</tr>" in text
+    assert '<th colspan="2">one, 7 steps</th>' in text
+    assert "<tr><th>grad_norm</th><td>–</td><td>–</td>" in text
+    assert "http" not in text
 
 
 @pytest.mark.parametrize("content", ['{"log_history": [{"lo', '{"log_history": 3}', "{}"])
