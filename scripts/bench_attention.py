@@ -1,12 +1,12 @@
 """Decode attention by itself on one GPU, without making a model: figures, or a sweep of its sizes.
 
-    python scripts/bench_attention.py                     8, 16 and 64 threads; a JSON line each
-    python scripts/bench_attention.py --sweep             every candidate at 16 and 64 threads
-    python scripts/bench_attention.py --sweep chunk       the chosen sizes over lengths of a chunk
-    python scripts/bench_attention.py --sweep overlap     the launch of the merge, and its sizes
+    python scripts/bench_attention.py                      8, 16 and 64 threads; a JSON line each
+    python scripts/bench_attention.py --sweep              16, 32 and 64 threads, under 90 s
+    python scripts/bench_attention.py --sweep --threads 16 --head-dim 128
 
-Each result is checked against float64 before it is timed. A sweep compiles its candidates in
-parallel processes first; what does not fit the device is said and left out. The winner goes into
+A sweep compiles its candidates in forked processes, all at once, checks each against float64 before
+it is timed, then varies how the work is cut and merged for the sizes that won. What does not fit
+the device is said and left out. Last it prints the lines to put into
 `octopus_trl/kernels/_decode_tuning.py`.
 """
 
@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # octopus_trl of this checkout, whatever is installed
+# Whether there is a GPU is asked without touching it: processes are forked after that.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch  # noqa: E402
 from bench_cases.attention import CALLS, Case, Shape  # type: ignore[import-not-found]  # noqa: E402
@@ -36,49 +39,48 @@ from octopus_trl.kernels._decode_items import attend  # noqa: E402
 from octopus_trl.kernels._decode_tuning import Tuning  # noqa: E402
 
 SHARED, OWN = 32_768, 4_096
-SIZES = (
-    *("small", "small_block", "small_stages"),
-    *("large", "large_block", "large_stages"),
-    *("warps", "programs"),
-)
-CANDIDATES = {
+COMPILE_S = 60.0  # candidates that are not compiled by then are left out
+# small, small_block, small_stages, large, large_block, large_stages, warps, programs, turned.
+SIZES = {
     256: [
-        (16, 64, 3, 128, 32, 4, 8, 1),
-        (16, 64, 3, 128, 32, 3, 8, 1),
-        (16, 64, 3, 128, 64, 2, 8, 1),
-        (16, 64, 4, 128, 32, 4, 8, 1),
-        (16, 32, 6, 128, 32, 4, 8, 1),
-        (32, 64, 3, 128, 32, 4, 8, 1),
-        (16, 64, 3, 64, 32, 4, 4, 1),
-        (16, 64, 3, 64, 64, 2, 4, 1),
-        (16, 32, 4, 64, 32, 2, 4, 2),
-        (16, 32, 3, 64, 32, 2, 4, 2),
+        (16, 64, 3, 64, 32, 4, 4, 1, False),
+        (16, 64, 3, 64, 32, 4, 4, 1, True),
+        (16, 64, 3, 64, 32, 3, 4, 1, False),
+        (16, 32, 3, 64, 32, 2, 4, 2, False),
+        (16, 64, 2, 64, 32, 2, 4, 2, False),
+        (16, 128, 2, 64, 32, 4, 4, 1, False),
+        (16, 64, 3, 128, 32, 3, 8, 1, False),
+        (16, 64, 3, 128, 32, 3, 8, 1, True),
+        (16, 64, 3, 128, 64, 2, 8, 1, False),
     ],
     128: [
-        (16, 64, 4, 128, 64, 3, 8, 1),
-        (16, 128, 3, 128, 128, 2, 8, 1),
-        (16, 64, 3, 64, 64, 2, 4, 2),
-        (16, 128, 2, 64, 64, 3, 4, 2),
-        (16, 64, 3, 128, 64, 2, 8, 1),
+        (16, 64, 4, 128, 64, 3, 8, 1, False),
+        (16, 128, 3, 128, 128, 2, 8, 1, False),
+        (16, 64, 4, 64, 64, 4, 4, 1, False),
+        (16, 64, 4, 64, 64, 4, 4, 1, True),
+        (16, 64, 3, 64, 64, 2, 4, 2, False),
+        (16, 64, 3, 64, 64, 2, 4, 2, True),
     ],
     64: [
-        (16, 64, 4, 128, 64, 4, 8, 1),
-        (16, 128, 3, 128, 128, 3, 8, 1),
-        (16, 128, 3, 64, 128, 2, 4, 2),
-        (16, 64, 4, 64, 64, 3, 4, 3),
+        (16, 64, 4, 128, 64, 4, 8, 1, False),
+        (16, 128, 3, 128, 128, 3, 8, 1, False),
+        (16, 128, 3, 64, 128, 2, 4, 2, False),
+        (16, 64, 4, 64, 64, 3, 4, 3, False),
+        (16, 64, 4, 64, 64, 3, 4, 2, True),
     ],
 }
+SHARES = (1.0, 0.75, 0.34, 0.25)  # beside the table's
+MERGES = ((False, 32, 8), (True, 16, 4), (True, 32, 8))  # overlap, partials at once, warps
 
 
 def main() -> int:
     """Print figures; the exit status is 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
-    parser.add_argument("--sweep", nargs="?", const="sizes", choices=["sizes", "chunk", "overlap"])
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--threads", type=int, nargs="+")
-    parser.add_argument("--head-dim", type=int, default=256, choices=list(CANDIDATES))
+    parser.add_argument("--head-dim", type=int, default=256, choices=list(SIZES))
     parser.add_argument("--shared", type=int, default=SHARED)
     parser.add_argument("--own", type=int, default=OWN)
-    parser.add_argument("--compile", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_attention.py needs a CUDA device", file=sys.stderr)
@@ -86,13 +88,10 @@ def main() -> int:
     heads = 16 if asked.head_dim == 256 else 32
     shapes = [
         Shape(threads, asked.shared, asked.own, heads, heads // 4, asked.head_dim)
-        for threads in asked.threads or ([16, 64] if asked.sweep else [8, 16, 64])
+        for threads in asked.threads or ([16, 32, 64] if asked.sweep else [8, 16, 64])
     ]
-    if asked.compile:
-        _compile(Tuning(**json.loads(asked.compile)), shapes[0])
-        return 0
     if asked.sweep:
-        return _sweep(asked.sweep, shapes)
+        return _sweep(shapes)
     for shape in shapes:
         case = Case(shape, torch.device("cuda"))
         case.check(case.ours)
@@ -108,67 +107,71 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
     pass
 
 
-def _sweep(kind: str, shapes: Sequence[Shape]) -> int:
-    chosen = list(_candidates(kind, shapes[0].head_dim))
+def _sweep(shapes: Sequence[Shape]) -> int:
+    sizes = [Tuning(*each[:8], turned=each[8]) for each in SIZES[shapes[0].head_dim]]
     begin = time.perf_counter()
-    _compile_all({tuning for tuning, _ in chosen}, shapes[0])
-    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    wrong = 0
+    ready = _compile_all(sizes, shapes[0])
+    print(f"{len(ready)} compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+    lines, wrong = [], 0
     for shape in shapes:
         limit = shape.limit_s(H200)
         print(f"\n{shape.threads} threads, limit {1e6 * limit:.1f} us at 4.8 TB/s and 600 TFLOP/s")
-        inputs: Case | None = None
-        found: list[tuple[float, str]] = []
-        for tuning, chunk in chosen:
-            try:
-                inputs = _case(shape, tuning, chunk, inputs)
-                text, seconds = _measure(inputs, tuning)
-            except Exception as error:  # noqa: BLE001 the other candidates still count
-                wrong += 1
-                print(f"  {_name(tuning, chunk)}: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            name = f"{_name(tuning, chunk)} | {text}"
-            found.append((seconds, name))
-            print(f"  {1e6 * seconds:7.1f} us {limit / seconds:6.1%}  {name}", flush=True)
+        found: dict[Tuning, float] = {}
+        inputs = _case(shape, sizes[0], None)
+        wrong += _measure_all(shape, sizes, inputs, ready, found)
+        wrong += _measure_all(shape, list(_around(found)), inputs, ready, found)
         if found:
-            seconds, name = min(found)
-            print(f"best at {shape.threads}: {1e6 * seconds:.1f} us {limit / seconds:.1%} {name}")
+            best = min(found, key=found.__getitem__)
+            lines.append(f"        {shape.threads}: {_line(best)},  # {1e6 * found[best]:.1f} us")
         del inputs
         torch.cuda.empty_cache()
+    print(f"\n_TABLE[{shapes[0].head_dim}], rows at most:")
+    print("\n".join(lines), flush=True)
     return int(wrong > 0)
 
 
-def _candidates(kind: str, head_dim: int) -> Iterator[tuple[Tuning, int | None]]:
-    table = Tuning.of(head_dim)
-    if kind == "sizes":
-        for sizes in CANDIDATES[head_dim]:
-            named: dict[str, Any] = dict(zip(SIZES, sizes, strict=True))
-            yield Tuning(**named), None
-    elif kind == "chunk":
-        for chunk in (None, 512, 768, 1024, 1536, 2048, 4096):
-            yield table, chunk
-    else:
-        for overlap in (False, True):
-            yield replace(table, overlap=overlap), None
-        for block, warps in ((8, 4), (16, 2), (16, 8), (32, 4), (32, 8)):
-            yield replace(table, merge_block=block, merge_warps=warps), None
+def _measure_all(
+    shape: Shape,
+    tunings: Sequence[Tuning],
+    inputs: Case,
+    ready: set[Tuning],
+    found: dict[Tuning, float],
+) -> int:
+    """Add seconds to `found`; gives how many were wrong."""
+    wrong, limit = 0, shape.limit_s(H200)
+    for tuning in tunings:
+        if tuning in found or replace(tuning, share=0.5) not in ready:
+            continue
+        try:
+            case = _case(shape, tuning, inputs)
+            found[tuning], text = _measure(case, tuning)
+        except Exception as error:  # noqa: BLE001 the other candidates still count
+            wrong += 1
+            print(f"  {_line(tuning)}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        seconds = found[tuning]
+        print(f"  {1e6 * seconds:7.1f} us {limit / seconds:6.1%} {_line(tuning)} | {text}")
+    return wrong
 
 
-def _case(shape: Shape, tuning: Tuning, chunk: int | None, before: Case | None) -> Case:
-    """Plan for a tuning; inputs are made once a shape."""
-    group = shape.num_heads // shape.num_kv_heads
-    return Case(
-        shape,
-        torch.device("cuda"),
-        chunk=chunk,
-        readers_per_tile=tuning.readers_per_tile(group),
-        few_readers=max(1, tuning.small // group),
-        programs=tuning.programs * torch.cuda.get_device_properties(0).multi_processor_count,
-        inputs=None if before is None else (before.q, before.keys, before.values),
-    )
+def _around(found: dict[Tuning, float]) -> Iterator[Tuning]:
+    """Vary the cut, then the merge, of the two best sizes."""
+    for best in sorted(found, key=found.__getitem__)[:2]:
+        for share in SHARES:
+            yield replace(best, share=share)
+        for overlap, block, warps in MERGES:
+            merge = replace(best, overlap=overlap, merge_block=block, merge_warps=warps)
+            yield merge
+            yield replace(merge, share=1.0)
 
 
-def _measure(case: Case, tuning: Tuning) -> tuple[str, float]:
+def _case(shape: Shape, tuning: Tuning, inputs: Case | None) -> Case:
+    """Plan for a tuning, with the inputs of another case."""
+    given = None if inputs is None else (inputs.q, inputs.keys, inputs.values)
+    return Case(shape, torch.device("cuda"), tuning=tuning, inputs=given)
+
+
+def _measure(case: Case, tuning: Tuning) -> tuple[float, str]:
     def call() -> Tensor:
         return attend(case.q, case.keys, case.values, case.work, case.scale, tuning)
 
@@ -176,36 +179,55 @@ def _measure(case: Case, tuning: Tuning) -> tuple[str, float]:
     seconds = median_s(case.timer(call), repeats=9) / CALLS
     one = case.lists.lists[0]
     partials = int(one.layout.views(one.packed)["bounds"][-1])
-    return f"{one.num_items} items {partials} partials", seconds
+    return seconds, f"{one.num_items} items {partials} partials"
 
 
-def _name(tuning: Tuning, chunk: int | None) -> str:
-    text = ", ".join(f"{key} {value}" for key, value in asdict(tuning).items())
-    return f"{text}, chunk {chunk or 'balanced'}"
-
-
-def _compile_all(tunings: set[Tuning], shape: Shape) -> None:
-    """Fill Triton's cache from one process a candidate."""
-    running = [
-        subprocess.Popen(
-            [
-                *(sys.executable, __file__, "--compile", json.dumps(asdict(tuning))),
-                *("--head-dim", str(shape.head_dim), "--threads", "1"),
-                *("--shared", "256", "--own", "64"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for tuning in tunings
+def _line(tuning: Tuning) -> str:
+    """Write a tuning as it stands in the table: what differs from the defaults."""
+    defaults = {field.name: field.default for field in fields(Tuning)}
+    values = [
+        f"{name}={value!r}" for name, value in asdict(tuning).items() if value != defaults[name]
     ]
-    for process in running:
-        process.wait()
+    return f"Tuning({', '.join(values)})"
 
 
-def _compile(tuning: Tuning, shape: Shape) -> None:
-    case = _case(shape, tuning, None, None)
-    attend(case.q, case.keys, case.values, case.work, case.scale, tuning)
-    torch.cuda.synchronize()
+def _compile_all(sizes: Sequence[Tuning], shape: Shape) -> set[Tuning]:
+    """Fill Triton's cache from many processes; gives the tunings that are there in time."""
+    small = replace(shape, threads=1, shared=256, own=64)
+    jobs = [
+        [
+            tuning if block is None else replace(tuning, merge_block=block, merge_warps=warps)
+            for block, warps in ((None, 4), (32, 8))
+        ]
+        for overlap in (False, True)
+        for tuning in (replace(each, overlap=overlap) for each in sizes)
+    ]
+    ready: set[Tuning] = set()
+    context = multiprocessing.get_context("fork")  # everything is imported already
+    pool = ProcessPoolExecutor(max_workers=os.cpu_count() or 1, mp_context=context)
+    running = {pool.submit(_compile, job, small): job for job in jobs}
+    try:
+        for done in as_completed(running, timeout=COMPILE_S):
+            if (reason := done.result()) is None:
+                ready.update(running[done])
+            else:
+                print(f"  {_line(running[done][0])}: {reason}", flush=True)
+    except TimeoutError:
+        print(f"  {len(jobs)} jobs, some not compiled after {COMPILE_S:.0f} s", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return ready
+
+
+def _compile(tunings: Sequence[Tuning], shape: Shape) -> str | None:
+    """Compile and run once; gives what went wrong."""
+    try:
+        for tuning in tunings:
+            case = _case(shape, tuning, None)
+            attend(case.q, case.keys, case.values, case.work, case.scale, tuning)
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001 the other candidates still count
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
 
 
 if __name__ == "__main__":

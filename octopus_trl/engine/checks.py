@@ -17,7 +17,7 @@ from octopus_trl.kernels._decode_tuning import Tuning
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.protocols import SamplingParams
 
-POSITIONS = ("jump", "unshifted", "reencode")  # where a reader goes on after a mount
+POSITIONS = ("jump", "unshifted", "rerotate", "reencode")  # where a reader goes on after a mount
 
 
 def check_at_least(least: int, **values: int | None) -> None:
@@ -64,7 +64,7 @@ def check_kernels(spec: ModelSpec, device: torch.device) -> None:
         ConfigError: head dim or heads a KV head are too large.
     """
     if device.type == "cuda" and os.environ.get("OCTOPUS_KERNELS", "auto") == "auto":
-        Tuning.of(spec.head_dim).readers_per_tile(spec.num_heads // spec.num_kv_heads)
+        Tuning.of(spec.head_dim, rows=1).readers_per_tile(spec.num_heads // spec.num_kv_heads)
 
 
 def check_length(num_tokens: int, longest: int) -> None:

@@ -15,6 +15,7 @@ from octopus_trl.engine.slot_table import SlotTable
 from octopus_trl.engine.staging import Array, Device
 from octopus_trl.engine.worklist import Run, WorkLayout, WorkList, WorkLists
 from octopus_trl.kernels import select
+from octopus_trl.kernels._decode_tuning import Tuning
 from octopus_trl.maths.decode_attention import AttentionWork
 from octopus_trl.models.spec import ModelSpec
 
@@ -26,13 +27,17 @@ class WorkShape:
     """How a device's kernel takes its work; see `WorkList`.
 
     Attributes:
+        num_kv_heads, group: KV heads, and query heads of each.
+        head_dim: of the layers; None where the references run, which take any work.
+        processors: of the device.
         alone: every run reads its text alone and each part of it in one sweep, so that how a row's
             sums are split depends on its own chain only.
     """
 
-    readers_per_tile: int
     num_kv_heads: int
-    num_programs: int
+    group: int
+    head_dim: int | None = None
+    processors: int = 132
     alone: bool = False
 
     @classmethod
@@ -40,29 +45,31 @@ class WorkShape:
         """Ask the kernel and the device."""
         group = spec.num_heads // spec.num_kv_heads
         if place.type != "cuda":
-            return cls(max(1, 128 // group), spec.num_kv_heads, 132, alone)
-        from octopus_trl.kernels.decode_attention import Tuning
-
-        tuning = Tuning.of(spec.head_dim)
+            return cls(spec.num_kv_heads, group, alone=alone)
         processors = torch.cuda.get_device_properties(place).multi_processor_count
-        programs = processors * tuning.programs
-        return cls(tuning.readers_per_tile(group), spec.num_kv_heads, programs, alone)
+        return cls(spec.num_kv_heads, group, spec.head_dim, processors, alone)
 
     def lists(self, layout: WorkLayout, table: SlotTable, *, both: bool) -> WorkLists:
-        """Make the work lists of one pass.
+        """Make the work lists of one pass, cut as the kernel of its number of rows wants it.
 
         Args:
             both: some attention layers lie outside the mount set.
         """
+        programs, share, readers = self.processors, 0.5, max(1, 128 // self.group)
+        if self.head_dim is not None:
+            tuning = Tuning.of(self.head_dim, layout.max_rows)
+            programs, share = programs * tuning.programs, tuning.share
+            readers = tuning.readers_per_tile(self.group)
         return WorkLists(
             [
                 WorkList(
                     layout,
                     table,
-                    readers_per_tile=self.readers_per_tile,
+                    readers_per_tile=readers,
                     num_kv_heads=self.num_kv_heads,
-                    num_programs=self.num_programs,
+                    num_programs=programs,
                     mounts=mounts,
+                    share=share,
                     chunk=WHOLE if self.alone else None,
                     alone=self.alone,
                 )

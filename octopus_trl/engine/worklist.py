@@ -15,21 +15,17 @@ import numpy.typing as npt
 
 from octopus_trl.engine.pages import Slots
 from octopus_trl.engine.slot_table import SlotTable, TableFull
+from octopus_trl.engine.work_cut import cut, order_of
 from octopus_trl.engine.work_layout import WorkLayout
 from octopus_trl.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 
-_BLOCK = 64  # chunks are whole blocks of the kernel's inner loop
 # Slots that sharing a text must save; below, each row reads it by itself. The next is taken where
 # the layout is too small, and with the last no row shares anything.
 _LEAST_SAVED = [256, 4096, 1 << 40]
 _MOST_GROWTH = 256  # tokens until the structure is made again
-# Costs of one item and KV head, in slots streamed at a processor's share of memory bandwidth:
-_ITEM_COST = 64.0  # to start and to end
-_TILE_COST = 128.0  # to write and merge the partial results of a full tile
-_LARGE_RATE = 1.2  # a slot under a full tile of readers, bound by products
-_CHUNKS = [256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 1 << 30]
+_MOST_TRIES = 24  # longer and longer items until they fit the layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +77,10 @@ class WorkList:
 
     Args:
         readers_per_tile: most readers of an item.
-        few_readers: readers of a small tile.
         num_kv_heads: items are worked on once a KV head.
         num_programs: programs that share the work on the device.
         mounts: whether these layers see mounted text.
+        share: part of a program's work that an item is.
         chunk: slots of an item; None balances the programs.
         alone: no row shares anything, so that how a row's sums are split depends on its chain only
             (with a chunk that does not depend on the rows beside it).
@@ -100,10 +96,10 @@ class WorkList:
         table: SlotTable,
         *,
         readers_per_tile: int,
-        few_readers: int | None = None,
         num_kv_heads: int,
         num_programs: int = 132,
         mounts: bool = True,
+        share: float = 0.5,
         chunk: int | None = None,
         alone: bool = False,
     ) -> None:
@@ -112,9 +108,8 @@ class WorkList:
         self.num_changed = layout.size
         self._views = layout.views(self.packed)
         self._per_tile = readers_per_tile
-        self._few = few_readers or max(1, readers_per_tile // 8)
         self._kv_heads, self._programs, self._chunk = num_kv_heads, num_programs, chunk
-        self._alone = alone
+        self._alone, self._share = alone, share
         self._own_items = self._places = np.empty(0, dtype=np.int64)
         self._left = 0
         self._clear_appends()
@@ -139,9 +134,9 @@ class WorkList:
             )
         for least in _LEAST_SAVED:  # the more is shared, the more partial results there are
             pieces, rows, own = self._gather(runs, least)
-            step = self._cut(pieces)
-            if step is not None:
-                self._fill(pieces, rows, own, step)
+            cuts = self._cut(pieces)
+            if cuts is not None:
+                self._fill(pieces, rows, own, cuts)
                 return
         raise ConfigError(
             f"{num_rows} rows do not fit {self.layout.max_items} items and "
@@ -230,43 +225,33 @@ class WorkList:
     def _seen(self, run: Run) -> Sequence[Slots]:
         return [*run.spans, *run.mounted] if self.mounts and run.mounted else run.spans
 
-    def _cut(self, pieces: _Pieces) -> Ints | None:
-        """Choose the slots of each piece's chunks so that the programs end together.
-
-        Returns:
-            [pieces], multiples of the block; None where no cut fits the layout.
-        """
-        slots = np.maximum(1, np.asarray(pieces.slots, dtype=np.int64))
+    def _cut(self, pieces: _Pieces) -> tuple[Ints, Ints] | None:
+        """Choose the chunks: piece and first slot of each; None where no cut fits the layout."""
+        slots = np.asarray(pieces.slots, dtype=np.int64)
         readers = np.asarray(pieces.readers, dtype=np.int64)
         tiles = -(-readers // self._per_tile)
-        per_tile = -(-readers // tiles)
-        rate = np.where(per_tile > self._few, _LARGE_RATE, 1.0)
-        fixed = _ITEM_COST + _TILE_COST * per_tile / self._per_tile
-        best: tuple[float, Ints | None] = (np.inf, None)
-        longest = int(slots.max(initial=0))
-        for chunk in [self._chunk, _CHUNKS[-1]] if self._chunk else _CHUNKS:
-            step = -(-slots // -(-slots // chunk))
-            step = -(-step // _BLOCK) * _BLOCK
-            chunks = -(-slots // step)
-            if (chunks * tiles).sum() > self.layout.max_items:
-                continue
-            if (chunks * readers).sum() > self.layout.max_partials:
-                continue
-            cost = rate * np.minimum(step, slots) + fixed
-            total = float((cost * chunks * tiles).sum()) * self._kv_heads / self._programs
-            total += 0.5 * float(cost.max(initial=0.0))  # what the last one keeps waiting
-            if total < best[0]:
-                best = (total, step)
-            if self._chunk or chunk >= longest:
-                break
-        return best[1] if len(slots) else slots
+        share, chunk = self._share, self._chunk
+        for _ in range(_MOST_TRIES):
+            piece, begin = cut(
+                slots,
+                readers,
+                per_tile=self._per_tile,
+                programs=max(1, self._programs // self._kv_heads),
+                share=share,
+                chunk=chunk,
+            )
+            num_items, num_partials = int(tiles[piece].sum()), int(readers[piece].sum())
+            if num_items <= self.layout.max_items and num_partials <= self.layout.max_partials:
+                return piece, begin
+            share, chunk = 2 * share, chunk and 4 * chunk
+        return None
 
     def _fill(
         self,
         pieces: _Pieces,
         rows: npt.NDArray[np.int64],
         own: Sequence[tuple[int, int, int]],
-        step: Ints,
+        cuts: tuple[Ints, Ints],
     ) -> None:
         """Write items, readers and bounds."""
         lo, slots, first, readers, seen = (
@@ -275,20 +260,22 @@ class WorkList:
         )
         tiles = -(-readers // self._per_tile)
         per_tile = -(-readers // np.maximum(1, tiles))
-        chunks = np.maximum(1, -(-slots // np.maximum(1, step)))
-        counts = chunks * tiles
-        piece = np.repeat(np.arange(len(lo)), counts)
-        index = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
-        chunk, tile = np.divmod(index, tiles[piece])
-        begin, offset = chunk * step[piece], tile * per_tile[piece]
+        chunk_piece, chunk_begin = cuts
+        last_of = np.append(np.diff(chunk_piece) > 0, True)[: len(chunk_piece)]
+        ends = np.where(last_of, slots[chunk_piece], np.append(chunk_begin[1:], 0)[: len(last_of)])
+        counts = tiles[chunk_piece]
+        chunk = np.repeat(np.arange(len(counts)), counts)
+        tile = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+        piece, begin = chunk_piece[chunk], chunk_begin[chunk]
+        offset = tile * per_tile[piece]
         items = np.zeros((len(piece), 8), dtype=np.int64)
         items[:, 0] = lo[piece] + begin
-        items[:, 1] = np.minimum(step[piece], slots[piece] - begin)
+        items[:, 1] = ends[chunk] - begin
         items[:, 3] = np.minimum(per_tile[piece], readers[piece] - offset)
         items[:, 4] = seen[piece] + offset - begin
         whole = seen[piece] == slots[piece]
         items[whole, 4] = items[whole, 1]
-        order = _interleaved(items[:, 1], items[:, 3] > self._few)
+        order = order_of(items[:, 1], tiles[piece] > 1)
         items, piece, offset = items[order], piece[order], offset[order]
         items[:, 2] = np.cumsum(items[:, 3]) - items[:, 3]
 
@@ -380,17 +367,3 @@ def _members(bits: int) -> list[int]:
         members.append(low.bit_length() - 1)
         bits ^= low
     return members
-
-
-def _interleaved(slots: Ints, large: npt.NDArray[np.bool_]) -> Ints:
-    """Order items so that those bound by products run beside those bound by memory.
-
-    Long ones come first within a kind, and tiles of one chunk stay neighbours.
-    """
-    order = np.argsort(-slots, kind="stable")
-    share = np.empty(len(slots))
-    for kind in (large, ~large):
-        chosen = order[kind[order]]
-        cost = slots[chosen] + _ITEM_COST
-        share[chosen] = (np.cumsum(cost) - cost) / max(1.0, cost.sum())
-    return np.argsort(share, kind="stable")

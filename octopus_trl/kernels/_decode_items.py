@@ -3,7 +3,7 @@
 A program takes units from a queue until none is left: unit u is KV head u % KV of item u // KV, so
 units that read neighbouring memory, and tiles of readers that share a chunk, run side by side and a
 chunk that several tiles read comes from memory once. A unit's readers times the query heads of its
-KV head are the rows of one matrix tile. Scores are kept in base 2: s = scale · log2(e) · q·k.
+KV head are one side of one matrix tile (`_decode_units`).
 """
 
 from __future__ import annotations
@@ -15,123 +15,9 @@ import torch
 from torch import Tensor
 
 from octopus_trl.kernels._decode_tuning import Tuning
+from octopus_trl.kernels._decode_units import attend_tile, attend_turned
 from octopus_trl.kernels._triton import tl, triton
 from octopus_trl.maths.decode_attention import AttentionWork
-
-
-@triton.jit
-def _scores(q: tl.tensor, k: tl.tensor) -> tl.tensor:
-    # float32 inputs (tests, the interpreter) are multiplied as such, not rounded to TF32.
-    return tl.dot(q, tl.trans(k), input_precision="ieee")
-
-
-@triton.jit
-def _attend_unit(
-    q_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    slot_ptr: tl.tensor,
-    reader_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    lse_ptr: tl.tensor,
-    num_slots: tl.tensor,
-    num_readers: tl.tensor,
-    seen: tl.tensor,
-    kv: tl.tensor,
-    q_stride: tl.tensor,
-    slot_stride: tl.tensor,
-    scale: tl.tensor,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REST: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> None:
-    """Attend from one tile of readers to one KV head of one chunk; write a partial a reader."""
-    line = tl.arange(0, TILE)
-    reader = line // GROUP
-    head = kv * GROUP + line % GROUP
-    column = tl.arange(0, D_PAD)
-    place = tl.arange(0, BLOCK)
-    real = reader < num_readers
-    inside = column < D
-    row = tl.load(reader_ptr + 2 * reader, mask=real, other=0).to(tl.int64)
-    partial = tl.load(reader_ptr + 2 * reader + 1, mask=real, other=0).to(tl.int64)
-    q = tl.load(
-        q_ptr + (row * q_stride + head * D)[:, None] + column[None, :],
-        mask=real[:, None] & inside[None, :],
-        other=0.0,
-    )
-    sees = tl.minimum(seen + reader, num_slots)
-    top = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    acc = tl.zeros([TILE, D_PAD], tl.float32)
-    key_ptr += kv * D
-    value_ptr += kv * D
-
-    # Blocks that every reader sees whole: no mask at all.
-    common = tl.maximum(tl.minimum(seen, num_slots), 0) // BLOCK * BLOCK
-    slot = tl.load(slot_ptr + place, mask=place < num_slots, other=0)
-    for lo in tl.range(0, common, BLOCK, num_stages=STAGES):
-        where = (slot.to(tl.int64) * slot_stride)[:, None] + column[None, :]
-        ahead = lo + BLOCK + place
-        slot = tl.load(slot_ptr + ahead, mask=ahead < num_slots, other=0)
-        if D == D_PAD:
-            k = tl.load(key_ptr + where)
-        else:
-            k = tl.load(key_ptr + where, mask=inside[None, :], other=0.0)
-        s = _scores(q, k)
-        higher = tl.maximum(top, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - higher[:, None])
-        keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(p, 1)
-        acc = acc * keep[:, None]
-        if D == D_PAD:
-            v = tl.load(value_ptr + where)
-        else:
-            v = tl.load(value_ptr + where, mask=inside[None, :], other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-        top = higher
-
-    # The rest: a ragged end, and slots that some readers see and others do not.
-    most = tl.minimum(seen + num_readers - 1, num_slots)
-    step = tl.arange(0, REST)
-    for lo in tl.range(common, most, REST, num_stages=1):
-        exists = lo + step < most
-        start = tl.load(slot_ptr + lo + step, mask=exists, other=0).to(tl.int64) * slot_stride
-        where = start[:, None] + column[None, :]
-        wanted = exists[:, None] & inside[None, :]
-        k = tl.load(key_ptr + where, mask=wanted, other=0.0)
-        v = tl.load(value_ptr + where, mask=wanted, other=0.0)
-        # 0 * NaN is NaN: a value that is not finite is taken out and its readers are marked.
-        finite = tl.abs(v.to(tl.float32)) < float("inf")
-        broken = tl.sum((~finite).to(tl.int32), 1) > 0
-        v = tl.where(finite, v, 0.0)
-        s = _scores(q, k) * scale
-        s = tl.where(broken[None, :], float("nan"), s)
-        s = tl.where(lo + step[None, :] < sees[:, None], s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        # A reader that has seen nothing yet has no top to subtract.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - base[:, None])
-        keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-        top = higher
-
-    empty = total == 0.0
-    acc = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
-    target = partial * HEADS + head
-    tl.store(lse_ptr + target, lse, mask=real)
-    tl.store(
-        out_ptr + target[:, None] * D + column[None, :],
-        acc,
-        mask=real[:, None] & inside[None, :],
-    )
 
 
 @triton.jit
@@ -147,7 +33,6 @@ def attend_items(
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     q_stride: tl.tensor,
-    slot_stride: tl.tensor,
     scale: tl.tensor,
     KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -160,6 +45,7 @@ def attend_items(
     LARGE_BLOCK: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
     REST: tl.constexpr,
+    TURNED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> None:
     """Take units from the queue until none is left."""
@@ -173,8 +59,8 @@ def attend_items(
         readers = reader_ptr + 2 * tl.load(item + 2)
         num_readers = tl.load(item + 3)
         seen = tl.load(item + 4)
-        if num_readers * GROUP <= SMALL:
-            _attend_unit(
+        if num_readers * GROUP > SMALL:
+            taken = attend_tile(
                 q_ptr,
                 key_ptr,
                 value_ptr,
@@ -182,15 +68,40 @@ def attend_items(
                 readers,
                 out_ptr,
                 lse_ptr,
+                queue_ptr,
                 num_slots,
                 num_readers,
                 seen,
                 kv,
                 q_stride,
-                slot_stride,
                 scale,
                 GROUP,
-                KV * GROUP,
+                KV,
+                D,
+                D_PAD,
+                LARGE,
+                LARGE_BLOCK,
+                REST,
+                LARGE_STAGES,
+            )
+        elif TURNED:
+            taken = attend_turned(
+                q_ptr,
+                key_ptr,
+                value_ptr,
+                slots,
+                readers,
+                out_ptr,
+                lse_ptr,
+                queue_ptr,
+                num_slots,
+                num_readers,
+                seen,
+                kv,
+                q_stride,
+                scale,
+                GROUP,
+                KV,
                 D,
                 D_PAD,
                 SMALL,
@@ -199,7 +110,7 @@ def attend_items(
                 SMALL_STAGES,
             )
         else:
-            _attend_unit(
+            taken = attend_tile(
                 q_ptr,
                 key_ptr,
                 value_ptr,
@@ -207,23 +118,23 @@ def attend_items(
                 readers,
                 out_ptr,
                 lse_ptr,
+                queue_ptr,
                 num_slots,
                 num_readers,
                 seen,
                 kv,
                 q_stride,
-                slot_stride,
                 scale,
                 GROUP,
-                KV * GROUP,
+                KV,
                 D,
                 D_PAD,
-                LARGE,
-                LARGE_BLOCK,
+                SMALL,
+                SMALL_BLOCK,
                 REST,
-                LARGE_STAGES,
+                SMALL_STAGES,
             )
-        unit = tl.num_programs(0) + tl.atomic_add(queue_ptr, 1, sem="relaxed")
+        unit = tl.num_programs(0) + taken
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -316,7 +227,6 @@ def attend(
         parts,
         lses,
         q.stride(0),
-        keys.stride(1),
         scale * math.log2(math.e),
         KV=num_kv,
         GROUP=heads // num_kv,
@@ -329,6 +239,7 @@ def attend(
         LARGE_BLOCK=tuning.large_block,
         LARGE_STAGES=tuning.large_stages,
         REST=32,
+        TURNED=tuning.turned,
         OVERLAP=tuning.overlap,
         num_warps=tuning.warps,
     )

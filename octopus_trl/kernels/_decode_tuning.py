@@ -1,4 +1,4 @@
-"""Sizes of the decode attention kernel, one line a head dim; scripts/bench_attention.py measures.
+"""Sizes of the decode attention kernel by head dim and rows; scripts/bench_attention.py measures.
 
 A program runs on `warps` warps whatever it works on, so the tiles of a line belong together: eight
 warps for a tile of 128, four for one of 64.
@@ -24,6 +24,8 @@ class Tuning:
         programs: on each multiprocessor, as many as registers and shared memory hold.
         merge_block, merge_warps: partials that the merge reads at once, and its warps.
         overlap: the merge is launched before the items have drained and waits on the device.
+        turned: a small tile is the narrow side of its products (`_decode_units.attend_turned`).
+        share: part of a program's work that an item is (`engine/work_cut.py`).
     """
 
     small: int
@@ -37,17 +39,20 @@ class Tuning:
     merge_block: int = 16
     merge_warps: int = 4
     overlap: bool = False
+    turned: bool = False
+    share: float = 0.5
 
     @classmethod
-    def of(cls, head_dim: int) -> Tuning:
-        """Give the line for a head dim.
+    def of(cls, head_dim: int, rows: int) -> Tuning:
+        """Give the line for a head dim and a pass of at most `rows` rows: what is planned for a
+        pass and what runs it ask with the same number, the rows that its work has room for.
 
         Raises:
             ConfigError: the head dim is above 256.
         """
-        for most, tuning in _TABLE.items():
-            if head_dim <= most:
-                return tuning
+        for most_dim, lines in _TABLE.items():
+            if head_dim <= most_dim:
+                return next(tuning for most, tuning in lines.items() if rows <= most)
         raise ConfigError(
             f"head_dim is {head_dim}, must be at most {max(_TABLE)} for the decode kernel; "
             "OCTOPUS_KERNELS=maths runs the slow reference"
@@ -67,8 +72,13 @@ class Tuning:
         return self.large // group
 
 
-_TABLE = {
-    64: Tuning(16, 64, 4, 128, 64, 4, warps=8, programs=1),
-    128: Tuning(16, 64, 4, 128, 64, 3, warps=8, programs=1),
-    256: Tuning(16, 64, 3, 128, 32, 4, warps=8, programs=1),
+_ANY = 1 << 30
+# Head dim at most -> rows of a pass at most -> sizes.
+_TABLE: dict[int, dict[int, Tuning]] = {
+    64: {_ANY: Tuning(16, 64, 4, 128, 64, 4, warps=8, programs=1)},
+    128: {_ANY: Tuning(16, 64, 4, 128, 64, 3, warps=8, programs=1)},
+    256: {
+        24: Tuning(16, 64, 3, 64, 32, 4, warps=4, programs=1),
+        _ANY: Tuning(16, 64, 3, 128, 32, 3, warps=8, programs=1),
+    },
 }

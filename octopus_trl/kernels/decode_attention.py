@@ -29,8 +29,9 @@ def dag_decode_attention(
     Args:
         q: [R, H, D], heads and columns contiguous, D at most 256.
         keys, values: [P, S, KV, D] pools in the dtype of q, contiguous.
-        work: on the device of q. An item has at most ``Tuning.of(D).readers_per_tile(H / KV)``
-            readers. Calls that share a queue run one after another.
+        work: on the device of q, with room for N rows. An item has at most
+            ``Tuning.of(D, N).readers_per_tile(H / KV)`` readers. Calls that share a queue run one
+            after another.
         scale: multiplies the scores; above 0.
 
     Returns:
@@ -41,7 +42,7 @@ def dag_decode_attention(
     """
     heads, dim = q.shape[1:]
     num_kv = keys.shape[2]
-    tuning = Tuning.of(dim)
+    tuning = Tuning.of(dim, len(work.bounds) - 1)
     if heads % num_kv:
         raise ConfigError(f"{heads} query heads over {num_kv} KV heads: must be a multiple")
     tuning.readers_per_tile(heads // num_kv)

@@ -19,6 +19,7 @@ from octopus_trl.engine.slot_table import SlotTable
 from octopus_trl.engine.work_layout import WorkLayout
 from octopus_trl.engine.worklist import Run, WorkList, WorkLists
 from octopus_trl.kernels import select
+from octopus_trl.kernels._decode_tuning import Tuning
 from octopus_trl.maths.decode_attention import AttentionWork
 
 from .clock import median_s
@@ -83,7 +84,7 @@ class Case:
 
     Args:
         chunk: slots of an item; None leaves it to the work list.
-        readers_per_tile, few_readers, programs: how the kernel cuts, None for its own choice.
+        tuning: how the kernel cuts; None for its own choice.
         inputs: queries, keys and values of another case of this shape.
     """
 
@@ -93,9 +94,7 @@ class Case:
         device: torch.device,
         *,
         chunk: int | None = None,
-        readers_per_tile: int | None = None,
-        few_readers: int | None = None,
-        programs: int | None = None,
+        tuning: Tuning | None = None,
         inputs: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
         self.shape, self.device = shape, device
@@ -118,8 +117,7 @@ class Case:
             q = self._normal(shape.threads, shape.num_heads, shape.head_dim)
             inputs = q, self._normal(*pool), self._normal(*pool)
         self.q, self.keys, self.values = inputs
-        if readers_per_tile is None:
-            readers_per_tile, programs = _kernel_shape(shape, device, group)
+        tuning = tuning or Tuning.of(shape.head_dim, shape.threads)
         layout = WorkLayout(shape.threads)
         table = SlotTable(2 * (shape.shared + shape.threads * (2 * shape.own + 512)))
         self.lists = WorkLists(
@@ -127,10 +125,10 @@ class Case:
                 WorkList(
                     layout,
                     table,
-                    readers_per_tile=readers_per_tile,
-                    few_readers=few_readers,
+                    readers_per_tile=tuning.readers_per_tile(group),
                     num_kv_heads=shape.num_kv_heads,
-                    num_programs=programs or PROCESSORS,
+                    num_programs=_processors(device) * tuning.programs,
+                    share=tuning.share,
                     chunk=chunk,
                 )
             ]
@@ -226,12 +224,7 @@ class Case:
         return torch.randn(size, dtype=self.shape.dtype, device=self.device)
 
 
-def _kernel_shape(shape: Shape, device: torch.device, group: int) -> tuple[int, int]:
-    """Readers of a tile and programs of the kernel that runs on a device."""
+def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return max(1, 128 // group), PROCESSORS
-    from octopus_trl.kernels.decode_attention import Tuning
-
-    tuning = Tuning.of(shape.head_dim)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return tuning.readers_per_tile(group), processors * tuning.programs
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from tests.kernels.interpreter import mend_loop_bounds
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
 from octopus_trl.kernels import decode_attention as kernels
+from octopus_trl.kernels._decode_items import attend
 
 mend_loop_bounds()
 PAGES, PAGE = 60, 16  # an odd number of tokens a node crosses pages of 16 anywhere
@@ -49,6 +51,7 @@ def check(
     dim: int,
     dtype: torch.dtype,
     pages: int = PAGES,
+    turned: bool = False,
     **settings: int,
 ) -> None:
     """Compare the kernel with loops; slots that nobody sees hold NaN."""
@@ -56,13 +59,12 @@ def check(
     rows = len(seen)
     pools = poisoned_pools(seen, (pages, PAGE, num_kv, dim), dtype)
     q = torch.randn(rows + 1, heads, dim, dtype=torch.float64).to(dtype)
-    settings.setdefault(
-        "readers_per_tile", kernels.Tuning.of(dim).readers_per_tile(heads // num_kv)
-    )
+    tuning = replace(kernels.Tuning.of(dim, rows + 1), turned=turned)
+    settings.setdefault("readers_per_tile", tuning.readers_per_tile(heads // num_kv))
     lists = planned(runs, WorkLayout(rows + 1), **settings)
     work = on_device(lists, device)
     q, pools = q.to(device), (pools[0].to(device), pools[1].to(device))
-    out = run(q, pools, work)
+    out = attend(q, *pools, work, dim**-0.5, tuning)
     wanted = brute_force(q, *pools, seen, dim**-0.5)
     assert out.dtype == dtype
     error = (out.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)
@@ -87,19 +89,21 @@ def filled_pools(
     return keys.to(device), values.to(device)
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
 @pytest.mark.parametrize(
     ("heads", "num_kv", "dim", "dtype"),
     [(2, 1, 16, torch.float32), (3, 1, 24, torch.float16), (2, 2, 32, torch.float32)],
     ids=str,
 )
 def test_rows_of_a_random_dag_equal_loops_and_nothing_unseen_leaks(
-    heads: int, num_kv: int, dim: int, dtype: torch.dtype, device: torch.device
+    heads: int, num_kv: int, dim: int, dtype: torch.dtype, turned: bool, device: torch.device
 ) -> None:
     rng = np.random.default_rng([heads, dim])
     torch.manual_seed(dim)
     places = Places(rng, PAGES * PAGE)
     runs = random_runs(rng, places, num_nodes=5, num_rows=[1, 2, 1], lengths=[1, 63, 64, 65])
-    check(runs, device, heads=heads, num_kv=num_kv, dim=dim, dtype=dtype, chunk=64)
+    settings: dict[str, Any] = {"num_kv": num_kv, "dim": dim, "dtype": dtype, "turned": turned}
+    check(runs, device, heads=heads, chunk=64, **settings)
 
 
 def test_a_chunk_of_prompt_and_single_rows_share_a_pass(device: torch.device) -> None:
@@ -111,7 +115,10 @@ def test_a_chunk_of_prompt_and_single_rows_share_a_pass(device: torch.device) ->
     check(runs, device, heads=4, num_kv=1, dim=16, dtype=torch.float32, readers_per_tile=6)
 
 
-def test_a_broken_value_reaches_its_readers_and_no_other_row(device: torch.device) -> None:
+@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
+def test_a_broken_value_reaches_its_readers_and_no_other_row(
+    turned: bool, device: torch.device
+) -> None:
     places = Places(np.random.default_rng(2), PAGES * PAGE)
     shared, own = places.take(20), places.take(5)
     runs = [Run("a", [shared], own, 2), Run("b", [shared], places.take(3))]
@@ -119,9 +126,10 @@ def test_a_broken_value_reaches_its_readers_and_no_other_row(device: torch.devic
     pools = keys.to(device), values.to(device)
     q = torch.randn(3, 2, 16).to(device)
     work = on_device(planned(runs, WorkLayout(3)), device)
-    clean = run(q, pools, work)
+    tuning = replace(kernels.Tuning.of(16, 3), turned=turned)
+    clean = attend(q, *pools, work, 0.25, tuning)
     pools[1].view(-1, 2, 16)[own[4], 0, 3] = float("inf")  # the last row of a sees it
-    broken = run(q, pools, work)
+    broken = attend(q, *pools, work, 0.25, tuning)
     assert torch.equal(broken[[0, 2]], clean[[0, 2]])
     assert torch.equal(broken[1, 1], clean[1, 1])
     assert broken[1, 0].isnan().all()
@@ -172,7 +180,7 @@ for dim in (64, 128, 256):
     with compiled_for_hopper() as built:
         dag_decode_attention(q, keys=pool, values=pool, work=work, scale=1.0)
     items = next(kernel for kernel in built if kernel.name == "attend_items")
-    programs = Tuning.of(dim).programs
+    programs = Tuning.of(dim, 4).programs
     assert items.shared_bytes * programs <= 227 * 1024, (dim, items.shared_bytes)
     assert items.registers * items.warps * 32 * programs <= 65536, (dim, items.registers)
     assert "wgmma.mma_async" in items.ptx and "mma.sync" in items.ptx, dim
@@ -219,14 +227,16 @@ def test_compiled_rows_equal_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
 @pytest.mark.parametrize("readers", [1, 2, 4, 5, 32, 33, 64, 200])
 def test_compiled_readers_of_one_long_text_equal_float64(
-    readers: int, device: torch.device
+    readers: int, turned: bool, device: torch.device
 ) -> None:
     places = Places(np.random.default_rng(readers), 3000 * PAGE)
     shared = places.take(8193)
     runs = [Run(n, [shared], places.take(n % 67)) for n in range(readers)]
-    check(runs, device, heads=16, num_kv=4, dim=256, dtype=torch.bfloat16, pages=3000)
+    settings: dict[str, Any] = {"num_kv": 4, "dim": 256, "dtype": torch.bfloat16, "turned": turned}
+    check(runs, device, heads=16, pages=3000, **settings)
 
 
 @pytest.mark.gpu
@@ -238,7 +248,7 @@ def test_a_captured_graph_serves_while_rows_come_grow_and_go(device: torch.devic
 
     def plan(count: int, length: int) -> tuple[list[Slots], maths.AttentionWork]:
         runs = [Run(n, [shared], places.take(length)) for n in range(count)]
-        lists = planned(runs, layout, readers_per_tile=32, num_kv_heads=4)
+        lists = planned(runs, layout, readers_per_tile=16, num_kv_heads=4)
         return all_seen(runs), on_device(lists, device)
 
     seen, work = plan(3, 40)
