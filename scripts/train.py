@@ -3,7 +3,8 @@
     accelerate launch --config_file accelerate_configs/cpu.yaml \\
         scripts/train.py --config recipes/tiny-hybrid/grpo/config_cpu.yaml
 
-Every field of the recipe can be given on the command line; an unknown one is an error. Ctrl-C or
+Every field of the recipe can be given on the command line; an unknown one is an error. `--plan`
+prints the memory and time that it would take and starts nothing; no GPU is needed. Ctrl-C or
 SIGTERM finishes the step and saves; `--resume_from_checkpoint true` goes on from the newest
 checkpoint. Exit codes: 0 the run is finished and saved; 75 it was stopped, holds a checkpoint and
 wants to be started again; 2 a setting is wrong; 130 it was interrupted where it stood.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
@@ -30,6 +32,7 @@ from octopus_trl.eval.seal_join_backend import is_world, load_world
 from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.interrupt import StopGracefully
+from octopus_trl.train.plan_report import PlanArguments, make_report, recipe_of, wants_plan
 from octopus_trl.train.progress import ShowProgress
 from octopus_trl.train.ranks import EXIT_CODE as RANK_FAILED
 from octopus_trl.train.startup import (
@@ -85,9 +88,17 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
     if not sys.stderr.isatty():
         disable_progress_bar()
-    script, args, model_args = read_arguments(
-        (OctopusScriptArguments, OctopusGRPOConfig, ModelConfig)
+    planned = wants_plan(sys.argv)
+    script, args, model_args, asked = read_arguments(
+        (OctopusScriptArguments, OctopusGRPOConfig, ModelConfig, PlanArguments),
+        # A plan for GPUs is made anywhere; transformers refuses bf16 where there is none.
+        ("--use_cpu", "true") if planned and not torch.cuda.is_available() else (),
     )
+    if asked.plan:
+        report = make_report(args, model_args, asked, recipe_of(sys.argv))
+        print(report.text())
+        report.refuse()
+        return 0
     name = model_args.model_name_or_path
     if name is None:
         raise ConfigError("model_name_or_path is not set: name a folder or a hub model")

@@ -55,9 +55,11 @@ class RecipeParser(TrlParser):
         return rest
 
 
-def read_arguments(kinds: Sequence[type]) -> Any:
+def read_arguments(kinds: Sequence[type], extra: Sequence[str] = ()) -> Any:
     """Read recipe and command line into one object of each kind.
 
+    Args:
+        extra: words behind those of the command line.
     Raises:
         ConfigError: the recipe cannot be read, or has a key or a value that is refused.
     """
@@ -65,7 +67,7 @@ def read_arguments(kinds: Sequence[type]) -> Any:
     if sys.argv[-1] == "--config":
         raise ConfigError("--config: names no file; put a recipe behind it")
     try:
-        return parser.parse_args_and_config()
+        return parser.parse_args_and_config([*sys.argv[1:], *extra])
     except ConfigError:
         raise
     except OSError as error:

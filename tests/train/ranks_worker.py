@@ -17,11 +17,18 @@ from pathlib import Path
 
 import torch
 
-from tests.train import equal_worker, failing_worker, generating_worker, killed_worker
+from tests.train import (
+    bytes_worker,
+    equal_worker,
+    failing_worker,
+    generating_worker,
+    killed_worker,
+)
 from tests.train.forks import DEEPSPEED
 from tests.train.runs import tokenizer
 
 SCENES = {
+    "bytes": bytes_worker.main,
     "equal": equal_worker.main,
     "failing": failing_worker.main,
     "generating": generating_worker.main,
