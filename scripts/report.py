@@ -20,13 +20,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder")
     parser.add_argument("--window", type=int, default=10, help="steps of the moving mean")
     asked = parser.parse_args()
-    try:
-        runs = [read_run(folder) for folder in asked.run]
-        for path in write_report(runs, asked.output, window=asked.window):
-            print(path)
-    except (OctopusError, OSError) as error:
-        sys.exit(str(error))
+    runs = [read_run(folder) for folder in asked.run]
+    for path in write_report(runs, asked.output, window=asked.window):
+        print(path)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OctopusError, OSError) as error:
+        sys.exit(f"error: {error}")

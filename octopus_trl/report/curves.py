@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.report.files import write_whole
 from octopus_trl.report.runs import Run, smooth
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -62,16 +63,17 @@ def write_report(runs: Sequence[Run], output: Path, *, window: int = 10) -> list
         The files written.
 
     Raises:
-        ConfigError: matplotlib is missing, no run is given or the window is below 1.
+        ConfigError: matplotlib is missing, no run is given, the window is below 1, or the folder
+            cannot be written.
     """
     if not runs or window < 1:
         raise ConfigError(f"{len(runs)} runs, window={window}: give at least one run and step")
     picture = _draw(runs, window)
-    output.mkdir(parents=True, exist_ok=True)
-    files = [output / "curves.png", output / "report.html"]
-    files[0].write_bytes(picture)
-    files[1].write_text(_page(runs, picture, window), encoding="utf-8")
-    return files
+    page = _page(runs, picture, window).encode()
+    return [
+        write_whole(output / "curves.png", picture),
+        write_whole(output / "report.html", page),
+    ]
 
 
 def _draw(runs: Sequence[Run], window: int) -> bytes:

@@ -12,7 +12,6 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -22,6 +21,7 @@ from typing import Any
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.trace_statistics import count_mounts
 from octopus_trl.report.drawing import drawing, names, text
+from octopus_trl.report.files import write_whole
 from octopus_trl.report.lanes import Lanes, lay_out
 from octopus_trl.trace import Trace
 
@@ -41,16 +41,7 @@ def write_episode(
         ConfigError: page_size is below 1, or the file cannot be written.
     """
     page = episode_page(trace, decode=decode, page_size=page_size)
-    beside = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(output)
-    except OSError as error:
-        raise ConfigError(f"{output}: cannot be written ({error}); give another path") from error
-    finally:
-        if beside.is_file():
-            beside.unlink()
+    write_whole(output, page.encode())
 
 
 def episode_page(trace: Trace, *, decode: Decode | None = None, page_size: int = 16) -> str:

@@ -94,3 +94,11 @@ def test_folders_without_a_log_or_a_step_are_refused(tmp_path: Path) -> None:
         read_run(leave_log(tmp_path, []))
     with pytest.raises(ConfigError, match="at least one run"):
         write_report([], tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_named_and_nothing_half_is_left(tmp_path: Path) -> None:
+    run = read_run(leave_log(tmp_path / "r", rows(3)))
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"curves\.png: cannot be written .* another path"):
+        write_report([run], tmp_path / "file")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "r"]
