@@ -74,6 +74,25 @@ def test_ratios_are_one_before_the_first_update_and_move_after_it(tmp_path: Path
     assert all(value > 1.001 for value in logged(trainer, "ratio/max")[1::2])
 
 
+@pytest.mark.parametrize("source", ["recompute", "rollout"])
+def test_halves_of_a_generation_taken_twice_are_clipped_the_second_time_and_weighted(
+    tmp_path: Path, source: str
+) -> None:
+    settings = {"per_device_train_batch_size": 2, "steps_per_generation": 2, "epsilon": 0.01}
+    trainer, steps = run(tmp_path, max_steps=4, old_logps=source, learning_rate=0.05, **settings)
+    assert all(any(gradient.any() for gradient in step.values()) for step in steps)
+    clipped = logged(trainer, "clip_ratio/region_mean")
+    assert all(value > 0.0 for value in clipped[2:])
+    weights = logged(trainer, "importance_weight/mean")
+    if source == "recompute":
+        # What the made-up log-probs of the rollout were is not what the model says.
+        assert clipped[0] == 0.0
+        assert all(value != pytest.approx(1.0, abs=1e-3) for value in weights)
+    else:
+        assert clipped[0] > 0.0
+        assert weights == [1.0] * 4
+
+
 def test_with_the_rollouts_own_log_probs_no_token_is_weighted(tmp_path: Path) -> None:
     trainer, _ = run(tmp_path, max_steps=2, old_logps="rollout")
     assert logged(trainer, "importance_weight/mean") == [1.0, 1.0]
