@@ -27,11 +27,15 @@ from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, w
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark
 from octopus_trl.protocols import SearchBackend
 
+TELL_EVERY_S = 15.0
+
 
 class _Bar(Progress):
-    """A line for each stage with its share and the time that is left."""
+    """A line for each stage with its share and the time left; in a log a line now and then."""
 
     def __init__(self) -> None:
+        self._began: dict[str, float] = {}
+        self._told = time.monotonic()
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         super().__init__(
@@ -40,6 +44,12 @@ class _Bar(Progress):
 
     def tell(self, stage: str, done: int, total: int) -> None:
         """Move the line of a stage."""
+        now = time.monotonic()
+        began = self._began.setdefault(stage, now)
+        if self.disable and now - self._told >= TELL_EVERY_S:
+            self._told = now
+            left = (now - began) / max(done, 1) * (total - done)
+            print(f"{stage} {done:,}/{total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
         known = {task.description: task.id for task in self.tasks}
         at = known[stage] if stage in known else self.add_task(stage, total=total)
         self.update(at, completed=done)
