@@ -14,8 +14,9 @@ from rich.live import Live
 from transformers import AutoTokenizer
 
 from octopus_trl import Engine, EpisodeRunner
+from octopus_trl.agent.backend_choice import BACKENDS, open_backend
 from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.agent.search import Bm25Backend, token_ends
+from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.policy_settings import rollout_settings
 from octopus_trl.report.growing import GrowingTree
@@ -29,7 +30,11 @@ def main() -> None:
     parser.add_argument("--model", default="data/policy/tiny-hybrid", help="folder or hub name")
     parser.add_argument("--adapter", help="folder or hub name of a LoRA adapter on it")
     parser.add_argument("--recipe", help="take rollout settings from a recipe of recipes/")
-    parser.add_argument("--data", required=True, help="folder with corpus.jsonl")
+    parser.add_argument("--data", help="folder with corpus.jsonl, of the backend bm25")
+    parser.add_argument("--backend", choices=BACKENDS, help="bm25, or one of the others")
+    parser.add_argument("--search-url", help="an OpenSearch server; OPENSEARCH_PASSWORD")
+    parser.add_argument("--index", help="index on that server, or folder of a Lucene index")
+    parser.add_argument("--search-user", help="of that server")
     parser.add_argument("--k1", type=float, default=0.9)
     parser.add_argument("--b", type=float, default=0.4)
     parser.add_argument("--snippet-tokens", type=int, default=512)
@@ -43,8 +48,14 @@ def main() -> None:
     settings = rollout_settings(world=False, recipe=asked.recipe, given=given)
     config = RolloutConfig(**settings)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
-    corpus = Bm25Backend.from_folder(
-        asked.data,
+    if asked.data is None and asked.index is None:
+        raise ConfigError("--data is missing: name a folder with corpus.jsonl, or give --index")
+    corpus = open_backend(
+        asked.backend,
+        asked.data or "",
+        url=asked.search_url,
+        index=asked.index,
+        user=asked.search_user,
         k1=asked.k1,
         b=asked.b,
         snippet_tokens=asked.snippet_tokens,
@@ -79,5 +90,9 @@ if __name__ == "__main__":
     except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        print(f"error: {error}; the episode is not kept", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
+        print("stopped; nothing is kept", file=sys.stderr)
         sys.exit(130)

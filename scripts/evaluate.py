@@ -29,14 +29,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoTokenizer
 
 from octopus_trl import Engine, EpisodeRunner
+from octopus_trl.agent.backend_choice import BACKENDS, open_backend
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.corpus import read_questions
-from octopus_trl.agent.search import Bm25Backend, token_ends
+from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError
-from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark
+from octopus_trl.eval.benchmarks.benchmark import fingerprint_of
+from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.eval.grader import AnswerReward
-from octopus_trl.eval.judge import Judge
-from octopus_trl.eval.judge_models import ServerModel
+from octopus_trl.eval.judge_choice import JudgeSettings
 from octopus_trl.eval.paired import compare
 from octopus_trl.eval.policy_settings import rollout_settings
 from octopus_trl.eval.records import read_records
@@ -46,7 +47,11 @@ from octopus_trl.eval.seal_join_backend import is_world, load_world
 from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
-QUIET = ("output", "live", "limit", "compare", "browsecomp_runs", "judge_url")
+# What a result does not depend on: the corpus has a fingerprint, wherever it is served from.
+QUIET = (
+    *("output", "live", "limit", "compare", "browsecomp_runs"),
+    *("judge_url", "judge_device", "search_url", "index", "search_user", "backend"),
+)
 SYSTEMS = ("agent", "exchange", "position")
 LIMITS = ("window", "max_depth", "max_turns", "max_new_tokens", "search_k")
 TELL_EVERY_S = 15.0
@@ -80,30 +85,20 @@ def main() -> None:
     setting = {key: value for key, value in vars(asked).items() if key not in QUIET}
     setting.pop("loader_options")
     rows, secret = questions(asked, world, config, setting)
+    corpus = open_corpus(asked, world, config, tokenizer)
+    setting["corpus"] = corpus.fingerprint()
     folder = make_output_folder(asked.output, "--output")
     evaluation = Evaluation(
         folder, rows[: asked.limit], grader=grader(asked), setting=setting, private=secret
     )
-    corpus: Any
-    if world:
-        corpus = load_world(asked.data, snippet_tokens=0)
-    else:
-        corpus = Bm25Backend.from_folder(
-            asked.data,
-            k1=asked.k1,
-            b=asked.b,
-            snippet_tokens=asked.snippet_tokens,
-            ends=token_ends(tokenizer),
-            page_tokens=config.page_tokens,
-        )
     tools = RecordingTools(corpus)
     runner = EpisodeRunner(
         Engine(load_policy(asked.model, asked.adapter), page_size=16), tokenizer, tools, config
     )
     with Counter() as counter:
         evaluation.run(runner, tools, seed=asked.seed, tell=counter)
-    name = asked.adapter or asked.model
-    summary = evaluation.finish(browsecomp=name if asked.browsecomp_runs else None)
+    written = {"model": asked.adapter or asked.model, "max_output_tokens": config.max_new_tokens}
+    summary = evaluation.finish(browsecomp=written if asked.browsecomp_runs else None)
     print(json.dumps(summary, indent=1))
 
 
@@ -137,8 +132,14 @@ def arguments() -> argparse.Namespace:
     add("--k1", type=float, default=0.9)
     add("--b", type=float, default=0.4)
     add("--snippet-tokens", type=int, default=512)
-    add("--judge-url", help="OpenAI-compatible server that judges what exact match leaves open")
-    add("--judge-model", help="name of its model")
+    add("--backend", choices=BACKENDS, help="bm25 of --data's corpus.jsonl, or one of the others")
+    add("--search-url", help="address of an OpenSearch server; password in OPENSEARCH_PASSWORD")
+    add("--index", help="index on that server, or folder of a Lucene index (pyserini)")
+    add("--search-user", help="of that server")
+    add("--judge-model", help="judges what exact match leaves open: folder, hub or server name")
+    add("--judge-url", help="OpenAI-compatible server that runs it; without one it is loaded here")
+    add("--judge-revision", help="commit of a judge from the hub")
+    add("--judge-device", default="cpu", help="where a judge that is loaded here runs")
     add("--seed", type=int, default=0)
     add("--live", type=int, default=16, help="episodes at once")
     add("--browsecomp-runs", action="store_true", help="also write BrowseComp-Plus run files")
@@ -152,36 +153,61 @@ def questions(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Give the questions, and whether they must not be written in clear."""
     if asked.benchmark is not None:
-        options = dict(option.partition("=")[::2] for option in asked.loader_options)
+        options = read_options(asked.loader_options)
         benchmark = load_benchmark(asked.benchmark, asked.source, **options)
         setting["questions"] = benchmark.fingerprint()
         return list(benchmark.questions), benchmark.secret
     if not world:
-        return read_questions(asked.data), False
+        rows = read_questions(asked.data)
+        setting["questions"] = fingerprint_of(rows)
+        return rows, False
     most = config.max_children
     if not 1 <= asked.branches <= most:
         raise ConfigError(
             f"--branches {asked.branches}: must lie in 1..{most}, an episode forks a thread for "
             "each place and has at most that many live"
         )
-    rows = load_world(asked.data, snippet_tokens=0).world.questions(
+    made = load_world(asked.data, snippet_tokens=0).world.questions(
         asked.split,
         asked.episodes,
         arms=(asked.arm,),
         branches=(asked.branches,),
         salt_seed=SALT_SEED + asked.seed,
     )
-    return list(rows), False
+    return list(made), False
+
+
+def open_corpus(
+    asked: argparse.Namespace, world: bool, config: RolloutConfig, tokenizer: Any
+) -> Any:
+    """Open what `search` and `open` read."""
+    if world:
+        if asked.backend or asked.search_url or asked.index:
+            raise ConfigError(
+                f"--data {asked.data} is a small world, whose pages are filled in a question at a "
+                "time: drop --backend, --search-url and --index, or give another folder"
+            )
+        return load_world(asked.data, snippet_tokens=0)
+    return open_backend(
+        asked.backend,
+        asked.data,
+        url=asked.search_url,
+        index=asked.index,
+        user=asked.search_user,
+        k1=asked.k1,
+        b=asked.b,
+        snippet_tokens=asked.snippet_tokens,
+        ends=token_ends(tokenizer),
+        page_tokens=config.page_tokens,
+    )
 
 
 def grader(asked: argparse.Namespace) -> AnswerReward:
     """Give what decides: exact match, then a judge where one is named."""
-    if asked.judge_url is None:
-        return AnswerReward()
-    if asked.judge_model is None:
-        raise ConfigError("--judge-url without --judge-model: name the model that the server runs")
-    cache = Path(asked.output) / "verdicts.jsonl"
-    return AnswerReward(Judge(ServerModel(asked.judge_url, asked.judge_model), cache=cache))
+    settings = JudgeSettings(
+        asked.judge_url, asked.judge_model, asked.judge_revision, asked.judge_device
+    )
+    return AnswerReward(settings.judge(Path(asked.output) / "verdicts.json"))
 
 
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:

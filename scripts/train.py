@@ -24,10 +24,11 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
+from octopus_trl.agent.backend_choice import open_backend
 from octopus_trl.agent.corpus import read_questions
-from octopus_trl.agent.reward import exact_match
-from octopus_trl.agent.search import Bm25Backend, token_ends
+from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError, RankFailed
+from octopus_trl.eval.judge_choice import JudgeSettings, reward_functions
 from octopus_trl.eval.seal_join_backend import is_world, load_world
 from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.config import OctopusGRPOConfig
@@ -80,6 +81,37 @@ class OctopusScriptArguments:
     snippet_tokens: int = field(
         default=0, metadata={"help": "Tokens of a hit's snippet; 0 shows titles alone."}
     )
+    backend: str | None = field(
+        default=None,
+        metadata={"help": "bm25 (corpus.jsonl of that folder), opensearch or pyserini."},
+    )
+    search_url: str | None = field(
+        default=None,
+        metadata={"help": "Address of an OpenSearch server; password in OPENSEARCH_PASSWORD."},
+    )
+    index: str | None = field(
+        default=None, metadata={"help": "Index on that server, or folder of a Lucene index."}
+    )
+    search_user: str | None = field(default=None, metadata={"help": "User of that server."})
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["exact_match"],
+        metadata={
+            "help": "exact_match; answer (exact match, then a judge); judge (of every answer). "
+            "Several are summed by reward_weights."
+        },
+    )
+    judge_model: str | None = field(
+        default=None,
+        metadata={"help": "Judge: name on its server, or folder or hub name of a local model."},
+    )
+    judge_url: str | None = field(
+        default=None, metadata={"help": "OpenAI-compatible server of the judge; none: local."}
+    )
+    judge_revision: str | None = field(
+        default=None, metadata={"help": "Commit of a local judge from the hub."}
+    )
+    judge_device: str = field(default="cpu", metadata={"help": "Where a local judge runs."})
+    judge_max_tokens: int = field(default=512, metadata={"help": "Most tokens of a judge's reply."})
 
 
 def main() -> int:
@@ -113,10 +145,11 @@ def main() -> int:
     check_branches(script, args)
     train, held_out = load_questions(script, corpus)
     make_output_folder(args.output_dir)
+    rewards = rewards_of(script, args)
     args.disable_tqdm = True
     trainer = OctopusGRPOTrainer(
         load_model(model_args),
-        reward_funcs=exact_match,
+        reward_funcs=rewards,
         args=args,
         train_dataset=train,
         eval_dataset=held_out,
@@ -160,8 +193,42 @@ def open_corpus(script: OctopusScriptArguments, args: OctopusGRPOConfig, tokeniz
     }
     if is_world(script.data):
         return load_world(script.data, **ranking)
-    measure = {"ends": token_ends(tokenizer), "page_tokens": args.page_tokens}
-    return Bm25Backend.from_folder(script.data, **ranking, **measure)
+    return open_backend(
+        script.backend,
+        script.data,
+        url=script.search_url,
+        index=script.index,
+        user=script.search_user,
+        ends=token_ends(tokenizer),
+        page_tokens=args.page_tokens,
+        **ranking,
+    )
+
+
+def rewards_of(script: OctopusScriptArguments, args: OctopusGRPOConfig) -> list[Any]:
+    """Make the reward functions that a recipe names; verdicts are kept beside the run."""
+    judge = JudgeSettings(
+        script.judge_url,
+        script.judge_model,
+        script.judge_revision,
+        script.judge_device,
+        script.judge_max_tokens,
+    )
+    plugin = args.deepspeed_plugin
+    if script.judge_model and not script.judge_url and plugin and plugin.zero_stage == 3:
+        raise ConfigError(
+            f"judge_model={script.judge_model} in this process under ZeRO-3: DeepSpeed would split "
+            "it over ranks that judge different numbers of answers; give judge_url, or use ZeRO-2"
+        )
+    verdicts = Path(args.output_dir) / "verdicts.json"
+    functions = reward_functions(script.reward_funcs, judge, cache=verdicts)
+    weights = args.reward_weights
+    if weights is not None and len(weights) != len(functions):
+        raise ConfigError(
+            f"reward_weights={weights}: {len(weights)} weights for {len(functions)} reward_funcs; "
+            "give one each, or none"
+        )
+    return functions
 
 
 def check_branches(script: OctopusScriptArguments, args: OctopusGRPOConfig) -> None:

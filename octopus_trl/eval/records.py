@@ -8,6 +8,7 @@ some benchmarks forbid to write them in clear.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -94,13 +95,17 @@ def write_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def write_browsecomp(folder: Path, traces: Sequence[Trace], *, model: str) -> None:
+def write_browsecomp(folder: Path, traces: Sequence[Trace], *, model: Mapping[str, Any]) -> None:
     """Write one `run_ID.json` an episode as BrowseComp-Plus's evaluation reads them.
 
-    Same keys in the same order, indented by two, non-ASCII escaped, as its own clients write. A
-    search is a `tool_call` item whose output lists docids and no text; the last item of `result`
-    is the committed answer, empty where there is none, and `status` is then not "completed".
+    Keys, their order and their types are those of `search_agent/qwen_client.py` of
+    texttron/BrowseComp-Plus, as are the bytes around them: two spaces, non-ASCII escaped, no last
+    newline. A search is a `tool_call` item whose output lists docids and no text; the last item of
+    `result` is the committed answer, empty where there is none, and `status` is then `incomplete`.
+    Its clients name files by the time, its evaluation reads `run_*.json`; ours carry the query.
 
+    Args:
+        model: the metadata `model` and `max_output_tokens`.
     Raises:
         ConfigError: two episodes of one query: its evaluation would count both.
     """
@@ -110,32 +115,45 @@ def write_browsecomp(folder: Path, traces: Sequence[Trace], *, model: str) -> No
     folder.mkdir(parents=True, exist_ok=True)
     for trace in traces:
         text = json.dumps(browsecomp_run(trace, folder, model), indent=2)
-        name = re.sub(r"[^A-Za-z0-9_.-]", "_", trace.prompt_id)
-        write_whole(folder / f"run_{name}.json", text)
+        write_whole(folder / f"run_{_file_part(trace.prompt_id)}.json", text)
 
 
-def browsecomp_run(trace: Trace, folder: Path, model: str) -> dict[str, Any]:
+def browsecomp_run(trace: Trace, folder: Path, model: Mapping[str, Any]) -> dict[str, Any]:
     """Give an episode in BrowseComp-Plus's run format."""
     record = record_of(trace, None)
-    items = [
-        {
-            "type": "tool_call",
-            "tool_name": call["tool"],
-            "arguments": json.dumps(call["arguments"]),
-            "output": json.dumps([{"docid": docid} for docid in call["docids"]]),
-        }
-        for call in trace.meta.get(RETRIEVAL, [])
-    ]
+    items = [_tool_call(call) for call in trace.meta.get(RETRIEVAL, [])]
     answer = trace.meta.get("result") or ""
     items.append({"type": "output_text", "tool_name": None, "arguments": None, "output": answer})
     return {
-        "metadata": {"model": model, "output_dir": str(folder)},
+        "metadata": {
+            "model": model["model"],
+            "max_output_tokens": model["max_output_tokens"],
+            "output_dir": str(folder),
+        },
         "query_id": trace.prompt_id,
         "tool_call_counts": record["tool_call_counts"],
-        "status": record["status"],
+        "status": "completed" if record["status"] == "completed" and answer else "incomplete",
         "retrieved_docids": record["retrieved_docids"],
         "result": items,
     }
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    found: list[dict[str, str]] = [{"docid": docid} for docid in call["docids"]]
+    return {
+        "type": "tool_call",
+        "tool_name": call["tool"],
+        "arguments": json.dumps(call["arguments"]),
+        "output": json.dumps(found if call["tool"] == "search" else found[0], indent=2),
+    }
+
+
+def _file_part(query_id: str) -> str:
+    """Give a query id as part of a file's name; ids that differ never share one."""
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", query_id)[:100]
+    if safe == query_id:
+        return safe
+    return f"{safe}_{hashlib.sha256(query_id.encode()).hexdigest()[:12]}"
 
 
 def write_whole(path: Path, text: str) -> None:

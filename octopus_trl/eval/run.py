@@ -149,11 +149,11 @@ class Evaluation:
             if todo:
                 runner.run(todo, seed=seed, on_trace=keep)
 
-    def finish(self, *, browsecomp: str | None = None) -> dict[str, Any]:
+    def finish(self, *, browsecomp: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Grade what is open, write records and summary, and give the summary.
 
         Args:
-            browsecomp: name of the model; given, run files go to `runs/`.
+            browsecomp: metadata of run files (see `write_browsecomp`); given, they go to `runs/`.
         Raises:
             ConfigError: no question has an episode.
         """

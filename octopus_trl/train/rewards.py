@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from octopus_trl.errors import RewardError
 from octopus_trl.maths import objective
 from octopus_trl.trace import Trace
 from octopus_trl.train.data import as_completion, question_of
+from octopus_trl.train.weights import say
 
 
 class RewardBook:
@@ -58,6 +61,11 @@ class RewardBook:
         if self.args.mask_truncated_completions:
             cut = torch.tensor([trace.truncated for trace in traces])
             advantages[lo : lo + len(traces)].masked_fill_(cut, 0.0)
+        if missing := [t.episode_id for t, r in zip(traces, own.tolist(), strict=True) if r != r]:
+            say(
+                f"no reward for {len(missing)} of {len(traces)} episodes, {missing[0]} first: they "
+                "leave their groups and teach nothing"
+            )
         self._book_rewards(by_function, rewards, size, mode)
         self._book_extras(len(traces), mode)
         if self.args.log_completions:
@@ -87,7 +95,8 @@ class RewardBook:
             for trace in traces
         ]
         columns = [{**row, "traces": trace} for row, trace in zip(inputs, traces, strict=True)]
-        by_function = self._calculate_rewards(columns, prompts, completions, sampled)
+        with _unquoted():
+            by_function = self._calculate_rewards(columns, prompts, completions, sampled)
         for index, name in enumerate(self.reward_func_names):
             check_finite(name, by_function[:, index])
         return self._weighted(by_function.double().cpu()), by_function, prompts, completions
@@ -147,6 +156,21 @@ class RewardBook:
     def _trace_files(self) -> dict[str, tuple[int, int]]:
         files: dict[str, tuple[int, int]] = self.__dict__.setdefault("_trace_file_counts", {})
         return files
+
+
+@contextmanager
+def _unquoted() -> Iterator[None]:
+    """Keep back TRL's warning about missing rewards: it quotes question, answer and whole trace."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("All reward functions returned None")
+
+    logger = logging.getLogger("trl.trainer.grpo_trainer")
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def check_finite(name: str, rewards: Tensor) -> None:

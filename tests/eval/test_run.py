@@ -29,6 +29,9 @@ ROWS = [
 ]
 
 
+MODEL = {"model": "m", "max_output_tokens": 256}
+
+
 class Corpus:
     def fingerprint(self) -> str:
         return "c"
@@ -121,7 +124,7 @@ def test_a_limit_is_raised_later_and_another_setting_is_refused(tmp_path: Path) 
 def test_secret_questions_and_gold_answers_are_written_nowhere(tmp_path: Path) -> None:
     one = evaluation(tmp_path, private=True)
     ask(one)
-    one.finish(browsecomp="m")
+    one.finish(browsecomp=MODEL)
     for path in tmp_path.rglob("*.json*"):
         assert "hidden words" not in path.read_text()
 
@@ -129,7 +132,7 @@ def test_secret_questions_and_gold_answers_are_written_nowhere(tmp_path: Path) -
 def test_run_files_have_the_keys_that_browsecomp_plus_reads(tmp_path: Path) -> None:
     one = evaluation(tmp_path)
     ask(one)
-    one.finish(browsecomp="model")
+    one.finish(browsecomp=MODEL)
     files = sorted((tmp_path / "runs").glob("run_*.json"))
     assert len(files) == 7
     text = files[0].read_text()
@@ -149,7 +152,7 @@ def test_run_files_have_the_keys_that_browsecomp_plus_reads(tmp_path: Path) -> N
     assert (run["status"], run["result"][-1]) == ("completed", last)
     traces = list(read_traces(tmp_path / "traces.jsonl"))
     with pytest.raises(ConfigError, match="several episodes"):
-        write_browsecomp(tmp_path / "x", [traces[0], traces[0]], model="m")
+        write_browsecomp(tmp_path / "x", [traces[0], traces[0]], model=MODEL)
 
 
 def test_a_record_cut_in_half_is_skipped_and_a_broken_one_is_named(tmp_path: Path) -> None:

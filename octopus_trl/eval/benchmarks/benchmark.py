@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +67,16 @@ class Benchmark:
 
     def fingerprint(self) -> str:
         """Hash of ids, questions and answers, in order: two results compare if it is the same."""
-        digest = hashlib.sha256()
-        for row in self.questions:
-            record = [row["id"], row["question"], row["answers"]]
-            digest.update(json.dumps(record).encode() + b"\n")
-        return digest.hexdigest()
+        return fingerprint_of(self.questions)
+
+
+def fingerprint_of(questions: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of ids, questions and answers, in order."""
+    digest = hashlib.sha256()
+    for row in questions:
+        record = [row["id"], row["question"], row["answers"]]
+        digest.update(json.dumps(record).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def as_answers(value: Any) -> list[str]:

@@ -70,7 +70,7 @@ def load_browsecomp_plus(
         ConfigError: no or a wrong canary, damaged text, missing columns, another number of
             questions, a repeated id, or documents of unknown questions.
     """
-    canary = canary if canary is not None else os.environ.get(CANARY_VARIABLE)
+    canary = str(canary) if canary is not None else os.environ.get(CANARY_VARIABLE)
     if not canary:
         raise ConfigError(
             f"{_NAME}: no canary; its questions are encoded with the string that its authors "

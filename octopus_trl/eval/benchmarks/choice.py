@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,4 +76,36 @@ def load_benchmark(name: str, source: str | Path | None = None, **options: Any) 
     loader = BENCHMARKS.get(name)
     if loader is None:
         raise ConfigError(f"benchmark {name!r}: must be one of {', '.join(BENCHMARKS)}")
-    return loader(**options) if source is None else loader(source, **options)
+    known = [key for key in inspect.signature(loader).parameters if key != "source"]
+    if unknown := sorted(set(options) - set(known)):
+        raise ConfigError(
+            f"benchmark {name!r} has no option {unknown[0]!r}; its options are {', '.join(known)}"
+        )
+    try:
+        return loader(**options) if source is None else loader(source, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"benchmark {name!r}: an option is of the wrong kind ({error}); numbers are written "
+            "as they are, lists as [1,2]"
+        ) from error
+
+
+def read_options(words: Iterable[str]) -> dict[str, Any]:
+    """Read `key=value` words; a value is JSON where it can be, else text.
+
+    >>> read_options(["limit=5", "config=hotpotqa", "expected=null"])
+    {'limit': 5, 'config': 'hotpotqa', 'expected': None}
+
+    Raises:
+        ConfigError: a word without `=` or without a key.
+    """
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"loader option {word!r}: must be KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.benchmarks.benchmark import Benchmark, as_answers
+from octopus_trl.eval.benchmarks.overlap import find_overlap
 from octopus_trl.eval.benchmarks.tables import read_rows
 
 QUESTIONS = "OpenResearcher/OpenResearcher-Dataset"
@@ -119,6 +120,49 @@ def read_passes(labels: str | Path, attempts: int) -> dict[str, int]:
             "were made of a question; pass attempts=, or remove rows that are there twice"
         )
     return right
+
+
+def validation_record(
+    whole: Benchmark, held_out: Benchmark | None = None, count: int = NUM_VALIDATION
+) -> dict[str, Any]:
+    """Give what is published of the split: rule, ids, and what they share with another benchmark.
+
+    Holds ids and counts alone, no question and no answer.
+
+    Args:
+        whole: all questions of one configuration (`part="all"`).
+        held_out: questions that nobody may train on; None compares with nothing.
+    Raises:
+        ConfigError: fewer questions than `count`, so that nothing would be left to train on.
+    """
+    if len(whole) <= count:
+        raise ConfigError(
+            f"{whole.name}: {len(whole)} questions, {count} are to be held out of them: take a "
+            "whole configuration"
+        )
+    qids = validation_ids((row["id"] for row in whole.questions), count)
+    record: dict[str, Any] = {
+        "rule": VALIDATION_RULE,
+        "num_questions": len(whole),
+        "questions_sha256": whole.fingerprint(),
+        "qids": qids,
+    }
+    if held_out is not None:
+        shared = find_overlap(whole.questions, held_out.questions)
+        held = set(qids)
+        record["overlap"] = {
+            "with": held_out.name,
+            "with_sha256": held_out.fingerprint(),
+            **{
+                name: {"train": sorted(set(found) - held), "validation": sorted(set(found) & held)}
+                for name, found in (
+                    ("same_question", shared.same),
+                    ("shared_words", shared.shared),
+                    ("gold_documents", shared.documents),
+                )
+            },
+        }
+    return record
 
 
 def _mark(qid: str) -> str:
