@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +41,45 @@ NUMBERS = (
 )
 
 
+class Timed:
+    """Adds the time of a block to a number of seconds; made for one block."""
+
+    __slots__ = ("_begin", "_seconds", "_what")
+
+    def __init__(self, seconds: defaultdict[str, float], what: str) -> None:
+        self._seconds, self._what = seconds, what
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._seconds[self._what] += time.perf_counter() - self._begin
+
+
+class Copying:
+    """Adds the bytes copied in a block to a primitive's; made for one block."""
+
+    __slots__ = ("_before", "_counters", "_meter", "_primitive")
+
+    def __init__(self, counters: Counters, primitive: str) -> None:
+        self._counters, self._primitive = counters, primitive
+        self._meter: CopyMeter | None = None
+
+    def __enter__(self) -> None:
+        self._before = self._counters.bytes_moved
+        if self._counters.audited:
+            self._meter = CopyMeter()
+            self._meter.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        copied = self._counters.bytes_moved - self._before
+        if self._meter is not None:
+            self._meter.__exit__(*error)
+            copied = self._meter.num_bytes
+        if copied:
+            self._counters.bytes_copied[self._primitive] += copied
+
+
 @dataclass(slots=True)
 class Counters:
     """Plain counts.
@@ -64,7 +101,10 @@ class Counters:
             re-prefill of every turn would put through the model. An opened prompt counts when it is
             opened, later text when it is fed, the rest of the chain when the turn draws first.
         preempted: times that a turn paused because pages ran out.
-        bytes_copied: bytes that tensor operations wrote inside fork, mount and rewind.
+        bytes_moved: bytes of states that were copied to host memory and back.
+        bytes_copied: of those, the ones copied inside fork, mount and rewind.
+        audited: count in `bytes_copied` what tensor operations write instead, whoever asks for
+            them, which costs more than the primitives themselves.
         seconds: wall-clock time in each kind of call.
     """
 
@@ -83,28 +123,19 @@ class Counters:
     forks: int = 0
     mounts: int = 0
     rewinds: int = 0
+    bytes_moved: int = 0
+    audited: bool = False
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     bytes_copied: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PRIMITIVES, 0))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
+    def timed(self, what: str) -> Timed:
         """Add the time of a block to `seconds[what]`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] += time.perf_counter() - begin
+        return Timed(self.seconds, what)
 
-    @contextmanager
-    def copying(self, primitive: str) -> Iterator[None]:
-        """Add the bytes that are written in a block to `bytes_copied[primitive]`."""
-        meter = CopyMeter()
-        try:
-            with meter:
-                yield
-        finally:
-            self.bytes_copied[primitive] += meter.num_bytes
+    def copying(self, primitive: str) -> Copying:
+        """Add the bytes that are copied in a block to `bytes_copied[primitive]`."""
+        return Copying(self, primitive)
 
     def miss(self, reason: str, count: int) -> None:
         """Count tokens that went through the model without being drawn."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from octopus_trl.engine.counters import Counters
 from octopus_trl.models.paged import PagedMemory, bytes_per_state, state_dtype
 
 BLOCK_BYTES = 1 << 30  # pinned memory is taken in blocks: a page lock costs by the call
@@ -22,12 +23,16 @@ class HostStates:
 
     Args:
         num_places: most states held at once; memory is taken when places are first used.
+        counters: whose `bytes_moved` counts the copies.
     Attributes:
         parked, restored: states copied out and back since the engine was made.
     """
 
-    def __init__(self, memory: PagedMemory, num_places: int) -> None:
+    def __init__(
+        self, memory: PagedMemory, num_places: int, counters: Counters | None = None
+    ) -> None:
         self._memory, self._num_places = memory, num_places
+        self._counters = counters or Counters()
         self.bytes_per_state = bytes_per_state(memory.spec, memory.dtype)
         self._per_block = max(1, BLOCK_BYTES // max(1, self.bytes_per_state))
         self.parked = self.restored = 0
@@ -58,6 +63,7 @@ class HostStates:
         if event is not None:
             self._leaving[slot] = self._stored[place] = event
         self.parked += 1
+        self._counters.bytes_moved += self.bytes_per_state
 
     def load(self, place: int, slot: int) -> None:
         """Begin to copy a place to a slot; the current stream goes on after it."""
@@ -74,6 +80,7 @@ class HostStates:
             self._loaded[place] = event
             torch.cuda.current_stream(memory.device).wait_event(event)
         self.restored += 1
+        self._counters.bytes_moved += self.bytes_per_state
 
     def claim(self, slot: int) -> None:
         """Let the current stream wait for a copy that still reads a slot."""

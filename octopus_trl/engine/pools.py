@@ -45,7 +45,7 @@ class Pools:
             dtype=dtype,
             device=device,
         )
-        self._parked = HostStates(self.memory, sizes.places)
+        self._parked = HostStates(self.memory, sizes.places, counters)
         self.on_taken: list[Callable[[], None]] = []
         self.on_given_back: list[Callable[[], None]] = []
         self._peaks = {"peak_pages": 0, "peak_slots": 0}
