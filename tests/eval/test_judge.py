@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,8 @@ from octopus_trl.eval.judge import Case, Judge, Verdict, VerdictFile, read_verdi
 from octopus_trl.eval.judge_models import LocalModel, ServerModel
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 from tests.agent.search_server import serving
+from tests.eval.judge_server import NO, YES, JudgeServer, said
 from tests.tiny import tiny_dense
-
-YES, NO = "reasoning: same\ncorrect: yes", "reasoning: other\ncorrect: no"
 
 
 class ScriptedModel:
@@ -154,47 +151,6 @@ def test_an_answer_cannot_close_its_tag_or_use_the_prompts_fields() -> None:
     assert "{question}" in prompt
     assert prompt.count("y" * 7000) == 1
     assert len(prompt) < 10_000
-
-
-class JudgeServer(ThreadingHTTPServer):
-    """Answers `/v1/chat/completions` with what `reply(body)` gives: a status, and JSON."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.reply: Callable[[dict[str, Any]], tuple[int, Any]] = lambda body: (200, said(YES))
-        self.bodies: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.lock = threading.Lock()
-
-    def model(self, **settings: Any) -> ServerModel:
-        url = f"http://127.0.0.1:{self.server_address[1]}/v1/"
-        return ServerModel(url, "pinned", **{"retries": 1, "backoff_s": 0.0, **settings})
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: JudgeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.bodies.append(body)
-            self.server.keys.append(self.headers.get("Authorization"))
-            status, answer = self.server.reply(body)
-        if self.path != "/v1/chat/completions":
-            status = 404
-        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def said(content: Any) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": content}}]}
 
 
 @pytest.fixture
