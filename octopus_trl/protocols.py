@@ -170,6 +170,18 @@ class EngineLike(Protocol):
         """Pages that no cursor holds."""
 
 
+@runtime_checkable
+class ChecksSystem(Protocol):
+    """An engine whose model may have no meaning for some ways of reading a sibling."""
+
+    def check_system(self, *, exchange: str, position: str) -> None:
+        """Refuse such a way before anything runs.
+
+        Raises:
+            ConfigError: says which and why.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class SearchHit:
     """One ranked document: `snippet` is untrusted text."""

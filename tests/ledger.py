@@ -34,11 +34,12 @@ class Ledger:
     """Every token that was ever fed, and every cursor that was ever made.
 
     Args:
-        rule: where a reader goes on after a mount, as a trace names it.
+        rule, exchange: where a reader goes on after a mount and how it reads, as a trace names
+            them.
     """
 
-    def __init__(self, rule: str = "jump") -> None:
-        self.rule = rule
+    def __init__(self, rule: str = "jump", exchange: str = "mount") -> None:
+        self.rule, self.exchange = rule, exchange
         self.reads: list[set[int]] = []
         self.tokens: list[int] = []
         self.parents: list[int | None] = []
@@ -147,7 +148,8 @@ class Ledger:
             )
             where.append((len(segments) - 1, 0))
         threads = [ThreadRecord(i, parent) for i, parent in enumerate(self.thread_parents)]
-        trace = Trace("ledger", "p", threads=threads, segments=segments, position=self.rule)
+        trace = Trace("ledger", "p", threads=threads, segments=segments)
+        trace.position, trace.exchange = self.rule, self.exchange
         return trace, where
 
     def _place(

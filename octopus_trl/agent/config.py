@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from octopus_trl.agent.systems import check_system
+from octopus_trl.agent.systems import MOUNTS, check_system
 from octopus_trl.agent.tools import BY_NAME
 from octopus_trl.errors import ConfigError
 from octopus_trl.protocols import SamplingParams
@@ -25,12 +25,13 @@ class RolloutConfig:
     """
 
     exchange: str = _help(
-        "mount", "how findings travel between threads: `mount`, `transcript` or `summary`"
+        "mount", "how findings travel between threads: `mount`, `transcript`, `summary` or `splice`"
     )
     position: str = _help(
         "jump",
         "where a reader goes on after a mount: `jump` past it (paper Eq. 2), `unshifted` where it "
-        "stood, `reencode` past a copy that is prefilled at its own end",
+        "stood, `rerotate` there with a copy whose keys end just before it, `reencode` past a copy "
+        "that is prefilled at its own end",
     )
     agent: str = _help(
         "tree",
@@ -120,7 +121,7 @@ class RolloutConfig:
     @property
     def reads_others(self) -> bool:
         """Whether a thread may mount what another holds, even while that one writes."""
-        return self.exchange == "mount" and self.agent == "tree"
+        return self.exchange in MOUNTS and self.agent == "tree"
 
     @property
     def reserve(self) -> int:

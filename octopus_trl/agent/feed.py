@@ -93,10 +93,12 @@ def _mount(episode: Episode, thread: Thread, agenda: Agenda) -> None:
         if any(isinstance(call, ToolCall) and call.name == "fork" for call in later):
             # What this turn forks after its wait must not see what it has mounted by now.
             thread.fork_cursor = episode.engine.fork(thread.cursor)
-    position = episode.config.position
-    rule = {} if position == "jump" else {"position": position}
+    config = episode.config
+    rule = {} if config.position == "jump" else {"position": config.position}
+    if config.exchange != "mount":
+        rule["exchange"] = config.exchange
     for source in agenda.sources.values():
-        if episode.config.deterministic:
+        if config.deterministic:
             episode.engine.mount(thread.cursor, source.cursor, **rule)
         else:
             # The source may be writing: what it had closed stands at its boundary.
@@ -140,8 +142,9 @@ def _reply(episode: Episode, thread: Thread, agenda: Agenda) -> None:
         if len(tokens) > room:  # so many results that their frames alone fill it
             tokens = make([warning])
     _submit(episode, thread, tokens)
-    # Spans prefilled again follow one another in the order in which they were read.
-    mounts = agenda.mounts if config.position == "reencode" else sorted(agenda.mounts)
+    # Spans that are stepped through follow one another in the order in which they were read.
+    in_turn = config.position == "reencode" or config.exchange == "splice"
+    mounts = agenda.mounts if in_turn else sorted(agenda.mounts)
     thread.fed = Fed(tokens, mounts, sorted(agenda.pasted), episode.time())
     thread.agenda = None
     release(episode, thread, "fork_cursor")

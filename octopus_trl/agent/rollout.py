@@ -19,7 +19,7 @@ from octopus_trl.agent.pool import ToolPool
 from octopus_trl.agent.thread import Thread
 from octopus_trl.agent.tools import Result, offered
 from octopus_trl.errors import ConfigError, IntegrityError
-from octopus_trl.protocols import BindsExample, EngineLike, SearchBackend, Tokenizer
+from octopus_trl.protocols import BindsExample, ChecksSystem, EngineLike, SearchBackend, Tokenizer
 from octopus_trl.trace import Trace
 
 __all__ = ["EpisodeRunner", "RolloutConfig", "prompt_id_of"]
@@ -54,6 +54,8 @@ class EpisodeRunner:
     ) -> None:
         self.engine = engine
         self.config = config = config or RolloutConfig()
+        if config.reads_others and isinstance(engine, ChecksSystem):
+            engine.check_system(exchange=config.exchange, position=config.position)
         self._corpus = tools
         self.tools = offered(primitives=config.primitives, corpus=tools is not None)
         self.chat = Chat(

@@ -11,6 +11,7 @@ from octopus_trl.engine.copies import CopyMeter
 from octopus_trl.engine.cursor import Cursor
 
 PRIMITIVES = ("fork", "mount", "rewind")
+COPIES = (*PRIMITIVES, "rerotate")  # a mount under that rule copies, and is counted apart
 # Why a token that was not drawn went through the model -> the number that counts it.
 REASONS = {
     "first_seen": "prefilled",
@@ -19,6 +20,7 @@ REASONS = {
     "evicted": "re_prefilled",
     "paused": "re_prefilled",
     "branch": "branched",
+    "spliced": "replayed",
     "no_state": "replayed",
     "state_dropped": "replayed",
 }
@@ -38,6 +40,7 @@ NUMBERS = (
     "forks",
     "mounts",
     "rewinds",
+    "rerotated",
 )
 
 
@@ -89,20 +92,24 @@ class Counters:
         reused: prompt tokens that an earlier prompt had left in the pools.
         re_prefilled: tokens that had been in the pools and were evicted or given back by a pause.
         decoded: sampled tokens, each counted when it was fed first.
-        replayed: tokens stepped through again to rebuild a state; their pages stayed.
+        replayed: tokens stepped through again to rebuild a state, or to let a reader's state take
+            the same steps; their pages stayed.
         branched: of `reused`, those stepped through to make the state where two prompts part; once
             a place, so the third prompt that parts there finds it.
         misses: tokens of `prefilled`, `re_prefilled`, `branched` and `replayed` by reason:
             `first_seen` text, spans that a reader prefilled again (`reencoded`), text that was kept
             under older weights or before a sleep (`stale`), prompts `evicted`, turns that were
-            `paused`, the `branch` of two prompts, boundaries that never had a state (`no_state`) or
-            had lost it (`state_dropped`).
+            `paused`, the `branch` of two prompts, spans that a reader's state stepped through
+            (`spliced`), boundaries that never had a state (`no_state`) or had lost it
+            (`state_dropped`).
         context_tokens: tokens that turns began after, prompt and earlier turns included: what flat
             re-prefill of every turn would put through the model. An opened prompt counts when it is
             opened, later text when it is fed, the rest of the chain when the turn draws first.
         preempted: times that a turn paused because pages ran out.
+        rerotated: tokens whose keys were copied and moved for a reader.
         bytes_moved: bytes of states that were copied to host memory and back.
-        bytes_copied: of those, the ones copied inside fork, mount and rewind.
+        bytes_copied: of those, the ones copied inside fork, mount and rewind; bytes of pages that
+            copies for `position: rerotate` filled are under that name.
         audited: count in `bytes_copied` what tensor operations write instead, whoever asks for
             them, which costs more than the primitives themselves.
         seconds: wall-clock time in each kind of call.
@@ -123,10 +130,11 @@ class Counters:
     forks: int = 0
     mounts: int = 0
     rewinds: int = 0
+    rerotated: int = 0
     bytes_moved: int = 0
     audited: bool = False
     misses: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    bytes_copied: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PRIMITIVES, 0))
+    bytes_copied: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES, 0))
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def timed(self, what: str) -> Timed:
@@ -153,6 +161,11 @@ class Counters:
         """Count a span's text that a reader prefilled again."""
         self.miss("reencoded", count)
         self.context_tokens += count
+
+    def moved(self, count: int, num_bytes: int) -> None:
+        """Count keys and values that were copied for a reader at another position."""
+        self.rerotated += count
+        self.bytes_copied["rerotate"] += num_bytes
 
     def began(self, cursor: Cursor, given: int) -> None:
         """Count the context of a turn that draws its first token, `given` tokens fed with it."""

@@ -9,6 +9,7 @@ parent pointers, so forking, mounting and going back move pointers and touch no 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,11 @@ class Mount:
         root: the opened prompt that the source grew from, None where it is the reader's own. Equal
             prompts share nodes, yet another root's text is other text (two segments of a trace).
         shifts: whether the reader goes on past it (paper Eq. 2).
-        repeats: the spans whose text its nodes hold once more; it then needs the chain of `tail`.
+        repeats: the spans that its nodes hold once more, prefilled again or as moved keys.
+        end: where moved keys were copied from, the position past the highest of them; None where
+            nothing was moved.
+        spliced: recurrent layers step through what it adds just before the reader's next token.
+        read: whether attention sees it; a span that is read as moved keys is only stepped through.
         refs: cursors and nodes that read it.
     """
 
@@ -96,7 +101,15 @@ class Mount:
     root: object | None = None
     shifts: bool = True
     repeats: tuple[Mount, ...] = ()
+    end: int | None = None
+    spliced: bool = False
+    read: bool = True
     refs: int = 0
+
+    @property
+    def holds_chain(self) -> bool:
+        """Whether it needs the whole chain of `tail`: its only holder, or to step through it."""
+        return self.spliced or bool(self.repeats)
 
     def nodes(self) -> Iterator[Node]:
         """Walk the span, last node first."""
@@ -142,11 +155,57 @@ def visible(tail: Node | None, pending: Sequence[Mount]) -> tuple[list[Node], li
     mounted: list[Node] = []
     for mounts in [*(node.mounts for node in own), pending]:
         for mount in mounts:
-            known = seen.setdefault(mount.root, set())
-            new = [node for node in mount.nodes() if id(node) not in known]
-            known.update(map(id, new))
-            mounted.extend(reversed(new))
+            if mount.read:
+                mounted.extend(_unseen(mount, seen))
     return own, mounted
+
+
+def passed(tail: Node | None, mounts: Sequence[Mount]) -> list[list[Node]]:
+    """List what recurrent layers step through where `mounts` take effect, a chain of nodes each.
+
+    Args:
+        tail: boundary just before that place.
+    Returns:
+        What spliced mounts add, in the order in which they were made; nodes of one list follow one
+        another on their own chain.
+    """
+    own = chain(tail)
+    seen: dict[object | None, set[int]] = {None: set(map(id, own))}
+    for node in own:
+        for mount in node.mounts:
+            _unseen(mount, seen)
+    spans: list[list[Node]] = []
+    for mount in mounts:
+        before: Node | None = None
+        for node in _unseen(mount, seen):
+            if not mount.spliced:
+                continue
+            if before is None or node.parent is not before:
+                spans.append([])
+            spans[-1].append(node)
+            before = node
+    return spans
+
+
+@contextmanager
+def keep_states(*boundaries: Node | None) -> Iterator[None]:
+    """Keep the states of boundaries from eviction."""
+    held = [node for node in boundaries if node is not None]
+    for node in held:
+        node.readers += 1
+    try:
+        yield
+    finally:
+        for node in held:
+            node.readers -= 1
+
+
+def _unseen(mount: Mount, seen: dict[object | None, set[int]]) -> list[Node]:
+    """List the nodes of a mount that are not in `seen`, in order, and put them there."""
+    known = seen.setdefault(mount.root, set())
+    new = [node for node in mount.nodes() if id(node) not in known]
+    known.update(map(id, new))
+    return new[::-1]
 
 
 @dataclass(eq=False, slots=True)

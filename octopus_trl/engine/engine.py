@@ -28,7 +28,7 @@ from octopus_trl.engine.paths import CPU_CHUNK, GPU_CHUNK, Paths
 from octopus_trl.engine.pools import Pools
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.prompts import Forgotten, PromptCache
-from octopus_trl.engine.reading import read_span
+from octopus_trl.engine.reading import check_reading, read_span
 from octopus_trl.engine.sizes import budget_of, settle, warn_of_thrash
 from octopus_trl.engine.turn import Turn
 from octopus_trl.engine.widths import decode_widths
@@ -40,8 +40,8 @@ from octopus_trl.protocols import Finished, SamplingParams
 class Engine:
     """Runs a prepared model over shared pages (DESIGN §4).
 
-    Forking, mounting and going back to a snapshot move pointers and touch no tensor. On a CPU in
-    float32, what a cursor computes does not depend on which others run beside it, bit by bit.
+    Forking, mounting and going back to a snapshot touch no tensor. On a CPU in float32, what a
+    cursor computes does not depend on which others run beside it, bit by bit.
 
     Args:
         model: a prepared model, PEFT-wrapped or not; run in evaluation mode and put back after.
@@ -123,8 +123,6 @@ class Engine:
         self._start_empty()
         self._pools.take()
 
-    # Cursors
-
     def open(self, tokens: Sequence[int]) -> Cursor:
         """Return a new cursor after `tokens`, sharing all that earlier prompts have in common with
         it: equal prompts bit by bit, others up to rounding.
@@ -169,7 +167,13 @@ class Engine:
             return cursor
 
     def mount(
-        self, cursor: Cursor, source: Cursor, since: Cursor | None = None, *, position: str = "jump"
+        self,
+        cursor: Cursor,
+        source: Cursor,
+        since: Cursor | None = None,
+        *,
+        position: str = "jump",
+        exchange: str = "mount",
     ) -> Cursor:
         """Make readable what `source`'s chain holds after `since`, less what `cursor` sees and what
         `source` itself mounted; a span that holds nothing new changes nothing.
@@ -177,14 +181,18 @@ class Engine:
         Args:
             since: a cursor on the same chain, or on one that left it: then what follows their last
                 common boundary. None: after the point where `source` was forked.
-            position: "jump", "unshifted" or "reencode": where `cursor` goes on, see `read_span`.
+            position, exchange: where `cursor` goes on, and how it reads; see `read_span`.
         """
         with self.counters.timed("mount"):
             self._usable(cursor, idle=True)
             for each in (source, since or source):
                 self._usable(each)
-            read_span(self._primitives, self._runner, cursor, source, since, self._epoch, position)
+            read_span(self._primitives, self._runner, cursor, source, since, position, exchange)
             return cursor
+
+    def check_system(self, *, exchange: str, position: str) -> None:
+        """Refuse what `mount` would refuse, before anything runs; raises `ConfigError`."""
+        check_reading(self.model, position, exchange)
 
     def rewind(self, cursor: Cursor, num_tokens: int) -> Cursor:
         """Keep the first `num_tokens` tokens of the chain, drop mounts made later.
@@ -226,8 +234,6 @@ class Engine:
         with self._runner.evaluating():
             hidden = self._runner.ensure_hidden(cursor._tail)
             return self._runner.logits(hidden[None])[0]
-
-    # Turns
 
     def generate(
         self,
@@ -301,8 +307,6 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a submitted turn has not been returned by `step`."""
         return self._scheduler.has_work
-
-    # Pools and weights
 
     @property
     def policy_version(self) -> int:
@@ -379,8 +383,6 @@ class Engine:
         """
         growing = [growth.node for growth in self._scheduler.growing]
         self._primitives.check(entries=self._prompts.nodes, growing=growing)
-
-    # Inside
 
     def _start_empty(self) -> None:
         """Make the host side of empty pools; the memory stays as it is."""

@@ -21,7 +21,7 @@ from octopus_trl.engine.runner import Runner
 from octopus_trl.engine.staging import Device
 from octopus_trl.engine.tree import Tree
 from octopus_trl.models.fused import FusedModel
-from octopus_trl.models.paged import PagedMemory
+from octopus_trl.models.paged import PagedContext, PagedMemory
 
 MOST_LANES = 1024  # rows under way at once; further turns wait for a lane
 
@@ -151,7 +151,7 @@ class FusedRunner(Runner):
         """
         node, pages = growth.node, self.tree.pages
         before = self._last(node)
-        self._room(pages.needed(before, len(tokens)))
+        self.room(pages.needed(before, len(tokens)))
         slots = pages.grow(node.ranges, before, len(tokens))
         return Part(growth, tokens, growth.position, slots, node.slot)
 
@@ -191,6 +191,15 @@ class FusedRunner(Runner):
         # Some layers may have stepped; the state is built again when it is asked for.
         self.tree.states.release(growth.node)
         growth.hidden = None
+
+    def run_plainly(self, context: PagedContext) -> None:
+        """As `Runner.run_plainly`, after all that was launched; fused passes know no splice."""
+        self.passes.device.settle()
+        super().run_plainly(context)
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Change the pools after all that was launched before."""
+        self.passes.device.launch(work)
 
     def _growth(
         self, node: Node, own: Sequence[Node], mounted: Sequence[Node], *, room: int

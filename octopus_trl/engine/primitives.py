@@ -55,14 +55,22 @@ class Primitives:
         return Mount(source._tail, base, root, shifts)
 
     def mount(
-        self, cursor: Cursor, source: Cursor, since: Cursor | None, *, shifts: bool = True
+        self,
+        cursor: Cursor,
+        source: Cursor,
+        since: Cursor | None,
+        *,
+        shifts: bool = True,
+        spliced: bool = False,
     ) -> int:
         """Make a span readable at the cursor's next token; returns how many tokens are new.
 
         Args:
             shifts: whether the next token's position goes past the span.
+            spliced: whether recurrent layers step through it before that token.
         """
         span = self.span(cursor, source, since, shifts=shifts)
+        span.spliced = spliced
         _, before = visible(cursor._tail, cursor._pending)
         _, after = visible(cursor._tail, (*cursor._pending, span))
         new = sum(len(node.tokens) for node in after[len(before) :])

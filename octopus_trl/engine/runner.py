@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from octopus_trl.engine.batch import Growth, Seen, decode_context, prefill_context
 from octopus_trl.engine.counters import Counters
-from octopus_trl.engine.cursor import Mount, Node, visible
+from octopus_trl.engine.cursor import Mount, Node, keep_states, visible
 from octopus_trl.engine.pages import Range, Slots
+from octopus_trl.engine.splicing import pass_through
 from octopus_trl.engine.states import ZERO_SLOT
 from octopus_trl.engine.tree import Tree
 from octopus_trl.errors import StatesExhausted
 from octopus_trl.models import head_of
-from octopus_trl.models.paged import PagedMemory, run_paged
+from octopus_trl.models.paged import PagedContext, PagedMemory, run_paged
 
 
 class Runner:
@@ -48,7 +49,7 @@ class Runner:
     ) -> None:
         self.model, self.memory, self.tree, self.counters = model, memory, tree, counters
         self.prefill_chunk, self._widths = prefill_chunk, widths
-        self._room = room
+        self.room = room
         self._hybrid = memory.spec.is_hybrid
         self._passes = _without_data_parallel(model)
         self._modules: list[nn.Module] = []
@@ -104,7 +105,7 @@ class Runner:
             PagesExhausted, StatesExhausted: too little room; nothing was changed.
         """
         last = tail.ranges[-1] if tail is not None else None
-        self._room(self.tree.pages.needed(last, num_tokens) + spare)
+        self.room(self.tree.pages.needed(last, num_tokens) + spare)
         if tail is not None and self._hybrid and not tail.has_state:
             self._rebuild(tail)
         node = self.tree.new(tail, mounts, position, epoch)
@@ -112,8 +113,10 @@ class Runner:
         growth.hidden = None if tail is None else tail.hidden
         if self._hybrid:
             try:
-                growth.read_slot = self._take_slot(tail, node)
-            except StatesExhausted:
+                read_slot = self.take_slot(tail, node)
+                with keep_states(tail):
+                    growth.read_slot = pass_through(self, tail, mounts, read_slot, node.slot)
+            except BaseException:
                 self.tree.drop(node)
                 raise
             if tail is not None and growth.read_slot != node.slot:
@@ -152,7 +155,7 @@ class Runner:
         """Feed at most `prefill_chunk` tokens to a growing node in one pass."""
         node, pages = growth.node, self.tree.pages
         before = self._last(node)
-        self._room(pages.needed(before, len(tokens)))
+        self.room(pages.needed(before, len(tokens)))
         slots = pages.grow(node.ranges, before, len(tokens))
         try:
             hidden = self._chunk(growth, tokens, growth.position, slots, growth.node.slot)
@@ -190,6 +193,14 @@ class Runner:
         )
         return run_paged(self._passes, context)[-1]
 
+    def run_plainly(self, context: PagedContext) -> None:
+        """Run a pass through the model's own forward, for what it does to the pools."""
+        run_paged(self._passes, context)
+
+    def launch(self, work: Callable[[], object]) -> None:
+        """Change the pools after all that was started before."""
+        work()
+
     def pages_for(self, growth: Growth, count: int) -> int:
         """Count the new pages that `count` more tokens of a growing node take."""
         return self.tree.pages.needed(self._last(growth.node), count)
@@ -201,7 +212,7 @@ class Runner:
             PagesExhausted: no page is free or cached; nothing was changed.
         """
         before = self._last(growth.node)
-        self._room(self.tree.pages.needed(before, 1))
+        self.room(self.tree.pages.needed(before, 1))
         slots = self.tree.pages.grow(growth.node.ranges, before, 1)
         growth.seen.append(slots)
         return slots
@@ -274,9 +285,10 @@ class Runner:
         while source is not None and not source.has_state:
             missing.append(source)
             source = source.parent
-        read_slot = self._take_slot(source, node)
+        read_slot = self.take_slot(source, node)
         try:
-            hidden = self._replay(missing, read_slot, node.slot, reason)
+            with keep_states(source, node):
+                hidden = self.replay(missing, read_slot, node.slot, reason)
         except BaseException:
             self.tree.states.release(node)
             raise
@@ -290,12 +302,12 @@ class Runner:
                 self.tree.states.release(node)
                 self._rebuild(node)
             else:
-                hidden = self._replay([node], ZERO_SLOT, None, "no_state", last_only=True)
+                hidden = self.replay([node], ZERO_SLOT, None, "no_state", last_only=True)
                 node.hidden = self._keep(hidden)
         assert node.hidden is not None
         return node.hidden
 
-    def _replay(
+    def replay(
         self,
         missing: list[Node],
         read_slot: int,
@@ -308,7 +320,7 @@ class Runner:
         hidden: Tensor | None = None
         for node in reversed(missing):
             growth = self._growth(node, *visible(node.parent, node.mounts), room=len(node.tokens))
-            growth.read_slot = read_slot
+            growth.read_slot = pass_through(self, node.parent, node.mounts, read_slot, write_slot)
             assert node.cached_slots is not None
             lo = len(node.tokens) - 1 if last_only else 0
             growth.seen.append(node.cached_slots[:lo])
@@ -325,7 +337,7 @@ class Runner:
         assert hidden is not None
         return hidden
 
-    def _take_slot(self, source: Node | None, node: Node) -> int:
+    def take_slot(self, source: Node | None, node: Node) -> int:
         """Give a node its slot and return the slot to read first.
 
         When the only slot to be had is that of the state that is read, the node takes it over: the

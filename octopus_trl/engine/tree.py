@@ -73,10 +73,14 @@ class Tree:
             node = node.parent
 
     def hold_mount(self, mount: Mount) -> None:
-        """Count one more reader of a mount; the first makes it keep its pages."""
+        """Count one more reader of a mount; the first makes it keep its pages, and its chain where
+        it was spliced. A copy comes with the hold of whoever grew it.
+        """
         if not mount.refs:
             for node in mount.nodes():
                 node.mount_refs += 1
+            if mount.spliced:
+                self.hold(mount.tail)
         mount.refs += 1
 
     def drop_mount(self, mount: Mount) -> None:
@@ -86,7 +90,7 @@ class Tree:
             for node in mount.nodes():
                 node.mount_refs -= 1
                 self._release_pages(node)
-            if mount.repeats:
+            if mount.holds_chain:
                 self.drop(mount.tail)
 
     def stand(self, node: Node) -> None:
@@ -191,7 +195,7 @@ class Tree:
         while queue or spans:
             if spans:
                 mount = spans.pop()
-                if mount.repeats and id(mount) not in mounts:
+                if mount.holds_chain and id(mount) not in mounts:
                     queue.append(mount.tail)
                 mounts[id(mount)] = (mount, mounts.get(id(mount), (mount, 0))[1] + 1)
                 continue

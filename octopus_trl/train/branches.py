@@ -110,6 +110,8 @@ def counterfactual(trace: Trace, lead: Sequence[int], answer: Sequence[int]) -> 
             trace.prompt_id,
             policy_version=trace.policy_version,
             threads=[ThreadRecord(thread.id, thread.parent) for thread in trace.threads],
+            exchange=trace.exchange,
+            position=trace.position,
             mount_layers=trace.mount_layers,
         )
     )

@@ -63,12 +63,14 @@ class OctopusGRPOConfig(GRPOConfig):
         "sums up and starts anew when its window is full.",
     )
     exchange: str = own(
-        "mount", "How findings travel between threads: `mount`, `transcript` or `summary`."
+        "mount",
+        "How findings travel between threads: `mount`, `transcript`, `summary` or `splice`.",
     )
     position: str = own(
         "jump",
         "Where a reader goes on after a mount: `jump` past it, `unshifted` where it stood, "
-        "`reencode` past a copy that is prefilled at its own end.",
+        "`rerotate` there with a copy whose keys end just before it, `reencode` past a copy that "
+        "is prefilled at its own end.",
         "-",
         "Eq. 2",
     )

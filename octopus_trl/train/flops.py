@@ -161,8 +161,8 @@ def row_logical_tokens(row: PackedRow) -> int:
     """Count the tokens of a row's leaf chains as separate rows, each with what it mounted."""
     plan = row.layout.plan
     lengths = np.bincount(plan.segment_of_row, minlength=len(plan.visible)).astype(np.int64)
-    leaves = ~plan.visible.any(axis=0)
-    leaves[len(leaves) - plan.num_copies :] = False
+    leaves = np.asarray(~plan.visible.any(axis=0))
+    leaves[len(plan.visible) - plan.num_copies :] = False
     seen = (plan.visible | plan.mounted)[leaves].astype(np.int64) @ lengths
     return int((seen + lengths[leaves]).sum())
 

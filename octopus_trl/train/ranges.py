@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from octopus_trl.agent.systems import MOUNTS
 from octopus_trl.errors import ConfigError
 from octopus_trl.train.rows import TOKEN_COUNTS
 
@@ -118,7 +119,7 @@ def _check_pairs(config: OctopusGRPOConfig) -> None:
             f"credit={config.credit!r} with agent={config.agent!r}: one thread has no branches; "
             "set agent: tree or credit: outcome"
         )
-    if config.exchange != "mount":
+    if config.exchange not in MOUNTS:
         raise ConfigError(
             f"credit={config.credit!r} with exchange={config.exchange!r}: a branch is left out by "
             "dropping its mounts; set exchange: mount or credit: outcome"

@@ -130,7 +130,7 @@ class ScriptedEngine:
         self.cursors: list[ListCursor] = []
         self.sampled: list[list[int]] = []
         self.num_prefilled = 0
-        self.rule = "jump"
+        self.rule, self.exchange = "jump", "mount"
         self.num_opened = self.num_forks = self.num_mounts = self.num_rewinds = 0
         self.fail_on: Callable[[str, Any], None] = lambda operation, argument: None
         self._token: list[int] = []
@@ -172,9 +172,10 @@ class ScriptedEngine:
         since: ListCursor | None = None,
         *,
         position: str = "jump",
+        exchange: str = "mount",
     ) -> ListCursor:
         self._usable(cursor)
-        self.rule = position
+        self.rule, self.exchange = position, exchange
         assert not source.closed, "a source is open until its episode ends"
         assert not source.busy, "a source is mounted at a closed boundary"
         self.fail_on("mount", (cursor, source))
@@ -199,7 +200,7 @@ class ScriptedEngine:
 
     def position(self, cursor: ListCursor) -> int:
         own = self._position[cursor.chain[-1]] + 1 if cursor.chain else 0
-        if self.rule == "unshifted":
+        if self.rule in ("unshifted", "rerotate"):
             return own
         if self.rule == "reencode":
             end = len(cursor.chain)

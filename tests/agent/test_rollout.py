@@ -475,10 +475,10 @@ def test_a_prompt_is_named_by_its_id_or_by_its_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"exchange": "splice"}, "set exchange: mount"),
+        ({"exchange": "splice", "position": "reencode"}, "nothing of its to step through"),
         ({"exchange": "nope"}, "exchange='nope': must be one of mount, transcript, summary"),
-        ({"position": "rerotate"}, "set position: jump"),
-        ({"position": "here"}, "position='here': must be one of jump, unshifted, reencode"),
+        ({"position": "here"}, "position='here': must be one of jump, unshifted, rerotate"),
+        ({"position": "rerotate", "exchange": "transcript"}, "nothing is mounted"),
         ({"position": "reencode", "exchange": "summary"}, "nothing is mounted"),
         ({"position": "unshifted", "exchange": "transcript"}, "nothing is mounted"),
         ({"agent": "flat", "position": "unshifted"}, "one thread has no sibling to read"),

@@ -113,6 +113,33 @@ def run_turns(engine: Engine, *, top_k: int = 0) -> list[tuple[list[int], list[f
     ]
 
 
+@pytest.mark.parametrize(
+    "rule", [{"position": "rerotate"}, {"exchange": "splice"}], ids=lambda rule: str(*rule.values())
+)
+def test_copies_and_splices_fit_between_fused_passes(fused: Any, rule: dict[str, Any]) -> None:
+    model = prepare_model(tiny_hybrid(0))
+
+    def run(engine: Engine) -> list[Any]:
+        root = engine.open(tokens(11))
+        other = engine.fork(root)
+        drawn = [engine.generate([other], SamplingParams(max_tokens=7, seed=1), until={0})]
+        reader = engine.mount(engine.fork(root), other, **rule)
+        second = engine.mount(engine.fork(reader), engine.extend(other, tokens(3, 5)), **rule)
+        drawn.append(
+            engine.generate([reader, second], SamplingParams(max_tokens=5, seed=2), until={0})
+        )
+        engine.check_integrity()
+        return [*drawn, engine.logits(reader), engine.logits(second)]
+
+    want, found = run(small_engine(model)), run(fused(model))
+    for ours, theirs in zip(found[:2], want[:2], strict=True):
+        for (ids, logps), (want_ids, want_logps) in zip(ours, theirs, strict=True):
+            assert ids == want_ids
+            assert logps == pytest.approx(want_logps, abs=LOGP)
+    for ours, theirs in zip(found[2:], want[2:], strict=True):
+        torch.testing.assert_close(ours.log_softmax(-1), theirs.log_softmax(-1), atol=LOGP, rtol=0)
+
+
 @pytest.mark.parametrize("options", [{}, {"decode_width": 4, "prefill_chunk": 64}], ids=str)
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_turns_draw_what_they_draw_on_the_models_own_forward(

@@ -216,6 +216,47 @@ def test_a_token_is_predicted_by_the_token_before_it_on_its_chain(shape: Dag) ->
         assert layout.predictor(parents, lengths, segment).tolist() == before
 
 
+@settings(max_examples=40, deadline=None)
+@given(dags())
+def test_steps_of_a_splice_are_the_chain_with_what_was_read_before_each_segment(
+    shape: Dag,
+) -> None:
+    parents, mounts, lengths = shape
+    layout = dag.layout(parents, mounts, lengths, spliced=mounts)
+    if not any(mounts):
+        assert layout.steps is None
+        return
+    assert layout.steps is not None
+    assert layout.own is not None
+
+    def rows(segments: list[int]) -> list[int]:
+        return [layout.first_row[s] + i for s in segments for i in range(lengths[s])]
+
+    np.testing.assert_array_equal(layout.steps[layout.own], np.arange(layout.num_rows))
+    chains, _, level_of = dag.runs(parents)
+    at = 0
+    for depth, level in enumerate(layout.levels):
+        assert level.lo == at
+        for run, length in zip([r for r, d in enumerate(level_of) if d == depth], level.lengths):
+            want = rows([s for own in chains[run] for s in (*mounts[own], own)])
+            assert layout.steps[at : at + length].tolist() == want
+            at += length
+        assert level.hi == at
+    assert at == len(layout.steps)
+
+
+def test_copies_are_read_as_mounts_and_lie_past_all_rows() -> None:
+    layout = dag.layout([None, 0, 0, None], [[], [], [3], []], [3, 2, 4, 2], num_copies=1)
+    assert (layout.num_rows, layout.plan.num_rows) == (9, 11)
+    assert (layout.order, layout.levels[-1].hi) == ([0, 1, 2], 9)
+    reader = next(group for group in layout.plan.groups if group.lo == layout.first_row[2])
+    assert reader.mounted.tolist() == [9, 10]
+    tree = layout.plan.tree()
+    assert (tree.num_rows, len(tree.visible), tree.num_copies) == (9, 3, 0)
+    assert [(group.lo, group.hi) for group in tree.groups] == [(0, 3), (3, 5), (5, 9)]
+    assert not any(len(group.mounted_spans) for group in tree.groups)
+
+
 @SHAPES
 def test_siblings_never_see_each_other_without_a_mount(shape: Dag) -> None:
     parents, mounts, _ = shape

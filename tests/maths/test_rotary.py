@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as rot
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import apply_rotary_pos_emb as rotate_part
 
-from octopus_trl.maths.rotary import rotary_tables, rotate_and_write
+from octopus_trl.maths.rotary import rotary_tables, rotate_and_write, shift_positions
 from tests.tiny import tiny_dense, tiny_hybrid
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -100,3 +100,24 @@ def test_queries_keys_and_values_are_the_modules_bit_by_bit(
         untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
         untouched[slots[live]] = False
         assert bool(flat[untouched].isnan().all())
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_key_that_is_moved_is_the_key_written_there(gated: bool) -> None:
+    """R(p + d) = R(d) R(p), forwards and back, with dims that do not rotate as they were."""
+    attention, rope, rotate = module_of(gated, torch.float32)
+    k = torch.randn(len(POSITIONS), 2, attention.head_dim, dtype=torch.float64)
+    by = torch.tensor([7, -1, -63, 4000, -3999])
+
+    def written(positions: Tensor) -> Tensor:
+        angles = positions[:, None].double() * rope.inv_freq.double()
+        cos, sin = (torch.cat([t, t], -1)[None] for t in (angles.cos(), angles.sin()))
+        one = k.transpose(0, 1)[None]
+        return rotate(one, one, cos, sin)[1][0].transpose(0, 1)
+
+    moved = shift_positions(written(POSITIONS), by=by, inv_freq=rope.inv_freq)
+    torch.testing.assert_close(moved, written(POSITIONS + by), atol=1e-10, rtol=0)
+    assert (moved - written(POSITIONS)).abs().max() > 0.1
+    assert torch.autograd.gradcheck(
+        lambda x: shift_positions(x, by=by, inv_freq=rope.inv_freq), [k.requires_grad_()]
+    )

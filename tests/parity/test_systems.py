@@ -35,7 +35,10 @@ ALONE = {0: [xml_call("open", docid="long"), "alpha is 17", commit("17")]}
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mount": (TREE, {}),
     "unshifted": (TREE, {"position": "unshifted"}),
+    "rerotate": (TREE, {"position": "rerotate"}),
     "reencode": (TREE, {"position": "reencode"}),
+    "splice": (TREE, {"exchange": "splice"}),
+    "splice-rerotate": (TREE, {"exchange": "splice", "position": "rerotate"}),
     "transcript": (TREE, {"exchange": "transcript"}),
     "summary": (TREE, {"exchange": "summary"}),
     "flat": (ALONE, {"agent": "flat"}),
@@ -107,7 +110,7 @@ def test_what_was_sampled_is_what_training_scores(name: str) -> None:
     roots = sum(segment.parent is None for segment in trace.segments)
     assert roots == {"summary": 3, "compact": 2}.get(name, 1)
     assert any(segment.mounts for segment in trace.segments) == (
-        trace.exchange == "mount" and (len(trace.threads) > 1)
+        trace.exchange in ("mount", "splice") and (len(trace.threads) > 1)
     )
     [scores] = score_traces(ours, [trace])
     scored, logps = drawn(trace, scores)

@@ -61,7 +61,7 @@ def test_a_field_that_is_not_run_is_refused_with_what_to_use_instead(
         ({"mount_layers": "all"}, "mount_layers='all'"),
         ({"trace_every": -1}, "trace_every"),
         ({"window": 3}, "window=3"),
-        ({"exchange": "splice"}, "exchange='splice'"),
+        ({"exchange": "splice", "position": "reencode"}, "exchange='splice'"),
         ({"eval_top_p": 0.0}, "top_p=0.0"),
         ({"disabled_tools": ["frok"]}, "frok"),
         ({"epsilon": -1}, "epsilon=-1: must lie in [0, 1)"),
