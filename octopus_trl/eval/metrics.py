@@ -1,35 +1,47 @@
-"""Figures of recorded episodes: pure functions of traces."""
+"""Figures of recorded episodes and of probes: the public place of every metric.
+
+The counts of an evaluation are defined here; the mechanism's metrics have a module a noun:
+`mechanism` (likelihood on probes), `hijacking` (turns that were drawn), `extra_kv` (storage) and
+`mount_kl` (rollout against training).
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.eval.extra_kv import extra_kv
+from octopus_trl.eval.hijacking import hijack_share
+from octopus_trl.eval.intervals import Estimate, mean, ratio, share, wilson_interval
+from octopus_trl.eval.mechanism import (
+    argmax_agreement,
+    hijack_choice,
+    identifier_recall,
+    policy_drift,
+    retained_information,
+)
+from octopus_trl.eval.mount_kl import mount_kl
 from octopus_trl.trace import Trace
 
-Z_95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """Give the 95 % Wilson score interval of a share.
-
-    With p = s/n: (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n) (Wilson 1927).
-
-    Raises:
-        ConfigError: not 0 <= successes <= trials, or no trial.
-
-    >>> low, high = wilson_interval(5, 10)
-    >>> round(low, 3), round(high, 3)
-    (0.237, 0.763)
-    """
-    if trials < 1 or not 0 <= successes <= trials:
-        raise ConfigError(f"{successes} of {trials}: needs 0 <= successes <= trials, trials >= 1")
-    share, spread = successes / trials, Z_95**2 / trials
-    centre = share + spread / 2
-    half = Z_95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
-    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+__all__ = [
+    "Estimate",
+    "argmax_agreement",
+    "extra_kv",
+    "hijack_choice",
+    "hijack_share",
+    "identifier_recall",
+    "is_valid_turn",
+    "mean",
+    "mount_kl",
+    "policy_drift",
+    "ratio",
+    "retained_information",
+    "share",
+    "summarise",
+    "turns_of",
+    "wilson_interval",
+]
 
 
 def turns_of(trace: Trace) -> tuple[int, int]:
