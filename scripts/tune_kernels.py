@@ -5,7 +5,8 @@
     python scripts/tune_kernels.py delta --rows 16 128    tilings of the gated delta step
 
 Products are checked against float64 first. Work is replayed from a CUDA graph over data that
-exceeds the cache. One JSON line a case and number of rows, best first.
+exceeds the cache. One JSON line a case and number of rows, best first; `linear` ends with the lines
+for `octopus_trl/kernels/_stream_tuning.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from bench_cases.clock import replay_s  # type: ignore[import-not-found]
 
 from octopus_trl.kernels import _stream, delta_pool, gates, norms
 from octopus_trl.kernels._stream import Tiling
+from octopus_trl.kernels.linear import skinny_linear
 
 # Outputs and inputs of the fused projections: GDN in, GDN out and o_proj, attention in, gate and
 # up, down, output layer.
@@ -44,6 +46,7 @@ SHAPES = {
 }
 BYTES = 6e8  # of the copies of one matrix together
 SHARED_BYTES = 227 * 1024  # of one multiprocessor
+GAIN = 0.98  # of the time of BLAS: what a line in the table must save
 
 
 def main() -> None:
@@ -52,14 +55,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=None)
     asked = parser.parse_args()
-    for rows in asked.rows:
+    chosen: dict[str, dict[int, Tiling | None]] = {}
+    for rows in sorted(asked.rows):
         if asked.what == "chain":
             chain(rows)
         elif asked.what == "delta":
             delta(rows)
         else:
             for name in asked.shape or SHAPES:
-                sweep(name, rows)
+                chosen.setdefault(name, {})[rows] = sweep(name, rows)
+    for name, lines in chosen.items():
+        num_outputs, dim = SHAPES[name]
+        print(f"    ({dim}, {num_outputs}): {lines},  # {name}", flush=True)
 
 
 def candidates(rows: int, num_outputs: int, dim: int) -> list[Tiling]:
@@ -91,8 +98,12 @@ def candidates(rows: int, num_outputs: int, dim: int) -> list[Tiling]:
     return [cut for *_, cut in (found if len(found) <= 24 else found[:: -(-len(found) // 24)])]
 
 
-def sweep(name: str, rows: int) -> None:
-    """Measure every candidate for one matrix and print them, best first."""
+def sweep(name: str, rows: int) -> Tiling | None:
+    """Measure every candidate for one matrix and print them, best first.
+
+    Returns:
+        The best; None where BLAS is as fast.
+    """
     num_outputs, dim = SHAPES[name]
     size = num_outputs * dim * 2
     copies = max(2, int(BYTES / size))
@@ -133,6 +144,7 @@ def sweep(name: str, rows: int) -> None:
         ),
         flush=True,
     )
+    return results[0][1] if results and results[0][0] < GAIN * blas else None
 
 
 def multiply_all(x: Tensor, weights: Sequence[Tensor], cut: Tiling) -> list[Tensor]:
@@ -153,7 +165,9 @@ def compile_all(x: Tensor, weight: Tensor, cuts: Sequence[Tiling]) -> None:
 
 
 def chain(rows: int) -> None:
-    """Time norms, products and SwiGLU of all 32 layers and the head: BLAS, ours, ours early."""
+    """Time norms, products and SwiGLU of all 32 layers and the head, with products by BLAS, by the
+    table, all ours, all ours launched early.
+    """
     made = {
         name: [
             torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
@@ -184,12 +198,16 @@ def chain(rows: int) -> None:
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return _stream.multiply(x, weight, _stream.tiling(rows, *weight.shape))
 
+    def chosen(x: Tensor, weight: Tensor) -> Tensor:
+        return skinny_linear(x, weight=weight)
+
     results: dict[str, Any] = {"chain": "32 layers and head", "rows": rows, "GB": total / 1e9}
     os.environ["OCTOPUS_EARLY_LAUNCH"] = "0"
     wanted = step(ours)
     for name, product, setting, ahead in (
         ("blas", F.linear, "0", 0),
         ("blas, early norms", F.linear, "1", 0),
+        ("table", chosen, "0", 0),
         ("ours", ours, "0", 0),
         ("ours, early, no prefetch", ours, "1", 0),
         ("ours, early, 128 columns", ours, "1", 128),

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, torch
 from tests.kernels.hopper import compiled_for_hopper
-from octopus_trl.kernels import delta_pool, gates, linear, lora, norms, rotary, sampling
+from octopus_trl.kernels import _stream, delta_pool, gates, linear, lora, norms, rotary, sampling
 
 rows, dim, inner, vocab = {rows}, 2560, 9216, 248320
 
@@ -31,8 +31,8 @@ with compiled_for_hopper() as built:
     norms.rms_norm(x, weight=zeros(dim), eps=1e-6, zero_centered=True, residual=zeros(rows, dim))
     norms.gated_rms_norm(zeros(rows, 32, 128), z=zeros(rows, 4096), weight=zeros(128), eps=1e-6)
     gates.swiglu(zeros(rows, 2 * inner))
-    linear.skinny_linear(x, weight=zeros(2 * inner, dim))
     linear.skinny_linear(zeros(rows, inner), weight=zeros(dim, inner))
+    _stream.multiply(x, zeros(2 * inner, dim), _stream.tiling(rows, 2 * inner, dim))
     h = lora.lora_shrink(x, a=zeros(192, dim))
     starts = zeros(10240, dtype=torch.int32)
     lora.lora_expand(zeros(rows, 10240), h=h, b=zeros(10240, 64), starts=starts)

@@ -15,7 +15,7 @@ from octopus_trl.maths import lora as lora_maths
 from tests.kernels.interpreter import mend_loop_bounds
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
-from octopus_trl.kernels import _stream, linear, lora
+from octopus_trl.kernels import _stream, _stream_tuning, linear, lora
 
 mend_loop_bounds()
 
@@ -36,7 +36,31 @@ def test_few_rows_times_a_matrix_equal_float64(
     weight = torch.randn(outputs, dim, device=device).to(dtype)
     exact = linear_maths.skinny_linear(x.cpu().double(), weight=weight.cpu().double())
     limit = 1e-6 if dtype == torch.float32 else 1e-3
-    close(linear.skinny_linear(x, weight=weight), exact, limit)
+    close(_stream.multiply(x, weight, _stream.tiling(3, outputs, dim)), exact, limit)
+    close(linear.skinny_linear(x, weight=weight), exact, limit)  # BLAS: nobody measured it
+
+
+def test_a_product_that_was_measured_streams_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The table decides by depth, outputs with room for adapters' rows, and rows."""
+    cut = _stream.Tiling(outputs=16, depth=16, parts=2, warps=4, stages=2)
+    monkeypatch.setattr(_stream_tuning, "_TABLE", {(40, 50): {4: cut, 8: None}})
+    streamed: list[tuple[int, ...]] = []
+
+    def multiply(x: Tensor, weight: Tensor, given: _stream.Tiling) -> Tensor:
+        assert given is cut
+        streamed.append((*x.shape, len(weight)))
+        return _stream.multiply(x, weight, given)
+
+    monkeypatch.setattr(linear, "multiply", multiply)
+    for rows, dim, outputs in ((1, 40, 50), (4, 40, 53), (4, 40, 54), (4, 40, 49), (4, 41, 50)):
+        for count in (rows, rows + 4, rows + 5):
+            x = torch.randn(count, dim, device=device).half()
+            weight = torch.randn(outputs, dim, device=device).half()
+            exact = x.cpu().double() @ weight.cpu().double().T
+            close(linear.skinny_linear(x, weight=weight), exact, 1e-3)
+    assert streamed == [(1, 40, 50), (4, 40, 53)]
 
 
 def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.device) -> None:
