@@ -157,8 +157,11 @@ def _file_part(query_id: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, then rename it there."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file beside its place, then rename it there.
+
+    The place beside has one name, so that what a killed writer left is written over by the next.
+    """
+    beside = path.with_name(f".{path.name}.part")
     try:
         with beside.open("w", encoding="utf-8") as stream:
             stream.write(text)

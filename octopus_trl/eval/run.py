@@ -6,9 +6,12 @@ derive from it and from the grades. A question whose trace is whole is never ask
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +122,14 @@ class Evaluation:
     def run(
         self, runner: EpisodeRunner, tools: RecordingTools, *, seed: int, tell: Progress
     ) -> None:
-        """Ask every question that has no trace yet."""
+        """Ask every question that has no trace yet.
+
+        Raises:
+            ConfigError: another process asks them now.
+        """
         kept = read_records(self.folder / "records.jsonl")
-        with TraceWriter(self.folder / "traces.jsonl") as writer:
+        path = self.folder / "traces.jsonl"
+        with _alone(path), TraceWriter(path) as writer:
             done = {trace.prompt_id: trace for trace in read_traces(writer.path, check=False)}
             todo = [row for name, row in self.rows.items() if name not in done]
             scores = [
@@ -215,6 +223,21 @@ class Evaluation:
         for trace, grade in zip(still, grades, strict=True):
             trace.reward, stages[trace.prompt_id] = grade.score, grade.stage
         return stages
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a file for this process: two evaluations in one folder would ask everything twice."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"{path}: another evaluation writes there; wait for it, or give another --output"
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def keep_setting(path: Path, setting: Mapping[str, Any]) -> None:
