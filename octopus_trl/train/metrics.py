@@ -64,7 +64,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "episode/failed_threads": ("threads", "Threads that an error ended."),
     "engine/prefilled": ("tokens", "Given tokens computed for the first time, a rank."),
     "engine/reused": ("tokens", "Given tokens that were in the pools already."),
-    "engine/replayed": ("tokens", "Tokens stepped through again to rebuild a state."),
+    "engine/replayed": (
+        "tokens",
+        "Tokens stepped through again to rebuild a state, or for a reader's under a splice.",
+    ),
     "engine/re_prefilled": ("tokens", "Given tokens computed again after an eviction."),
     "engine/decoded": ("tokens", "Sampled tokens."),
     "engine/decode_steps": ("passes", "Decode passes of the model."),
@@ -73,7 +76,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "engine/mounts": ("calls", "Mounts of cursors."),
     "engine/rewinds": ("calls", "Rewinds of cursors."),
     "engine/evicted_states": ("states", "Recurrent states dropped for want of a slot."),
-    "engine/bytes_copied": ("bytes", "Copied by forks, mounts and rewinds."),
+    "engine/bytes_copied": (
+        "bytes",
+        "Copied by forks, mounts and rewinds; `position: rerotate` copies, nothing else does.",
+    ),
     "engine/hit_rate": ("share", "What turns began after, chain and text, found in the pools."),
     "engine/peak_pages": ("pages", "Most pages held, since the run began."),
     "engine/peak_slots": ("slots", "Most state slots held, since the run began."),
