@@ -69,18 +69,7 @@ def main() -> None:
         if (value := getattr(asked, name)) is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
     world = is_world(asked.data)
-    settings = rollout_settings(
-        world=world,
-        recipe=asked.recipe,
-        given={
-            **{name: getattr(asked, name) for name in (*SYSTEMS, *LIMITS)},
-            "tools_exposed": TRUTH.get(asked.tools_exposed),
-            "temperature": asked.temperature,
-            "disabled_tools": tuple(asked.disable),
-            "max_live_episodes": asked.live,
-        },
-    )
-    config = RolloutConfig(**settings)
+    config = settings_of(asked, world=world)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
     setting = {key: value for key, value in vars(asked).items() if key not in QUIET}
     setting.pop("loader_options")
@@ -146,6 +135,18 @@ def arguments() -> argparse.Namespace:
     add("--compare", nargs=2, metavar=("A", "B"), help="paired comparison of two outputs")
     add("--output", help="folder for traces, records and summary")
     return parser.parse_args()
+
+
+def settings_of(asked: argparse.Namespace, *, world: bool) -> RolloutConfig:
+    """Give how episodes run: as the recipe says, with what was given by hand."""
+    given = {
+        **{name: getattr(asked, name) for name in (*SYSTEMS, *LIMITS)},
+        "tools_exposed": TRUTH.get(asked.tools_exposed),
+        "temperature": asked.temperature,
+        "disabled_tools": tuple(asked.disable),
+        "max_live_episodes": asked.live,
+    }
+    return RolloutConfig(**rollout_settings(world=world, recipe=asked.recipe, given=given))
 
 
 def questions(
