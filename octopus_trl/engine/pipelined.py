@@ -22,6 +22,9 @@ from octopus_trl.engine.turn import Turn
 from octopus_trl.errors import OctopusError
 
 MOST_ALONG = 64  # given tokens of a turn that may go with the decode steps, one a step
+# Given tokens that one iteration feeds in a pass of their own while others draw. A pass of 512
+# takes about three decode steps of 16 rows on an H200; fewer would not fill its matrix units.
+MOST_BESIDE = 512
 
 
 class _Row(NamedTuple):
@@ -70,26 +73,34 @@ class PipelinedScheduler(Scheduler):
     # Prefill
 
     def _prefill_parts(self) -> None:
-        """Feed given tokens in one pass: as many as a chunk holds, oldest turns first."""
+        """Feed given tokens in one pass: as many as a chunk holds, oldest turns first.
+
+        While turns draw there are at most `MOST_BESIDE` of them: a step comes after each such pass,
+        so a turn that draws waits for one pass between two tokens, and so does the text for a step.
+        Exact passes hold one chain each and keep their grid: fewer than two chunks go there.
+        """
         pending = [turn for turn in self._outside() if turn.fed < self._to_prefill(turn)]
         if all(self._fits_a_lane(turn) for turn in pending):
             return
         with self._runner.counters.timed("prefill"):
+            exact, chunk = self._runner.passes.exact, self._runner.prefill_chunk
+            left = min(chunk, MOST_BESIDE) if self._lanes and not exact else chunk
             parts: list[tuple[Turn, Part]] = []
             for turn in pending:
-                left = self._runner.prefill_chunk - sum(len(part.tokens) for _, part in parts)
-                if left <= 0:
-                    break
-                part = self._part(turn, left)
+                # Where a chain is cut may depend on the others only if its bits may.
+                part = self._part(turn, chunk if exact else left)
                 if part is None:
                     continue
                 if not self._runner.passes.prefill.holds([part, *(part for _, part in parts)]):
                     self._runner.give_back(part)
                     break
                 parts.append((turn, part))
-                if self._runner.passes.exact:
+                left -= len(part.tokens)
+                if exact:
                     self._pass(parts)
                     parts = []
+                if left <= 0 and (self._lanes or not exact):
+                    break
             self._pass(parts)
 
     def _outside(self) -> list[Turn]:

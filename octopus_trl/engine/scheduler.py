@@ -1,7 +1,10 @@
 """Turns over time: admission, chunked prefill, draws, decode, pauses.
 
-One step feeds one chunk to every turn that still has given tokens, then draws and feeds one token
-of every other turn. Which turns share a step changes when a token comes, never which.
+One step feeds at most a chunk of given tokens, oldest turns first, then draws and feeds one token
+of every turn that has been given all. So a turn that draws waits for one chunk between two of its
+tokens, however much text the others are given, and the oldest turn that is given text gets on at
+every step. While no turn draws, every other one gets a chunk. Which turns share a step changes when
+a token comes, never which.
 
 When pages run out the youngest turns pause: they give back all that they grew, wait with the others
 in the order of their tickets, and are fed the same tokens again when there is room. The oldest turn
@@ -108,10 +111,15 @@ class Scheduler:
             self._work()
 
     def _work(self) -> None:
-        """Feed a chunk, or a token, to every running turn."""
-        for turn in [turn for turn in self._running if turn.fed < self._to_prefill(turn)]:
-            if turn.growth is not None:
+        """Feed a chunk of given tokens, then a token of every turn that draws."""
+        pending = [turn for turn in self._running if turn.fed < self._to_prefill(turn)]
+        chunk = self._runner.prefill_chunk
+        left = chunk if len(pending) < len(self._running) else len(pending) * chunk
+        for turn in pending:
+            count = min(chunk, self._to_prefill(turn) - turn.fed)
+            if turn.growth is not None and count <= left:
                 self._prefill(turn)
+                left -= count
         ready = [turn for turn in self._running if turn.fed >= self._to_prefill(turn)]
         width = self._runner.max_width
         for lo in range(0, len(ready), width):
