@@ -70,13 +70,15 @@ def table_of(figures: dict[str, Any]) -> Table:
     table = Table(title="episodes")
     table.add_column("figure")
     table.add_column("value", justify="right")
+    table.add_column("95 % interval", justify="right")
     for key, (name, form) in ROWS.items():
-        value = figures[key]
-        table.add_row(name, "–" if value is None else form.format(value))
+        value, interval = figures[key], figures["intervals"].get(key)
+        between = "" if interval is None else " to ".join(map(form.format, interval))
+        table.add_row(name, "–" if value is None else form.format(value), between)
     for key, name in (("accuracy_by_hops", "{} hops"), ("accuracy_by_length", "from {:,} tokens")):
         for group, num, accuracy, (low, high) in figures[key]:
             label = f"right, {name.format(group)}, n = {num}"
-            table.add_row(label, f"{accuracy:.1%} ({low:.1%} to {high:.1%})")
+            table.add_row(label, f"{accuracy:.1%}", f"{low:.1%} to {high:.1%}")
     return table
 
 

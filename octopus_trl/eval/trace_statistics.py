@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.eval.metrics import wilson_interval
+from octopus_trl.eval.intervals import ratio, share, wilson_interval
 from octopus_trl.maths import dag
 from octopus_trl.trace import Trace
 
@@ -258,12 +258,31 @@ def length_class(num_tokens: int) -> int:
     return 1 << max(num_tokens.bit_length() - 1, 0)
 
 
+# key of `statistics_of` -> what it adds up over episodes, and what that is divided by
+RATIOS: dict[str, tuple[Callable[[EpisodeFigures], float], Callable[[EpisodeFigures], float]]] = {
+    "reads": (lambda one: one.reads, lambda one: 1),
+    "reads_by_children": (lambda one: one.child_reads, lambda one: one.reads),
+    "rewinds": (lambda one: one.rewinds, lambda one: 1),
+    "rewinds_by_children": (lambda one: one.child_rewinds, lambda one: one.rewinds),
+    "mounts": (lambda one: one.mounts, lambda one: 1),
+    "mounts_ahead": (lambda one: one.mounts_ahead, lambda one: one.mounts),
+    "owned": (lambda one: one.owned, lambda one: 1),
+    "active_prompt": (lambda one: sum(one.prompts), lambda one: len(one.prompts)),
+    "explored": (lambda one: one.explored, lambda one: 1),
+    "surviving": (lambda one: one.surviving, lambda one: 1),
+    "critical_path": (lambda one: one.critical, lambda one: 1),
+    "parallelism": (lambda one: one.explored, lambda one: one.critical),
+    "gold_recall": (lambda one: one.gold_recall or 0, lambda one: one.gold_recall is not None),
+}
+
+
 def statistics_of(traces: Iterable[Trace]) -> dict[str, Any]:
     """Reduce episodes to the table of the paper's behaviour section.
 
-    Shares are over all episodes together; lengths, mounts and recall are means
-    an episode, `active_prompt` a mean a turn. `parallelism` is the sum of serial lengths over
-    the sum of critical paths.
+    Shares are over all episodes together; lengths, mounts and recall are means an episode,
+    `active_prompt` a mean a turn. `parallelism` is the sum of serial lengths over the sum of
+    critical paths. `intervals` holds the 95 % interval of each: Wilson's for the share of episodes
+    that fork first, else the bootstrap over episodes; None where a figure is.
 
     Raises:
         ConfigError: no episode.
@@ -271,35 +290,20 @@ def statistics_of(traces: Iterable[Trace]) -> dict[str, Any]:
     figures = [figures_of(trace) for trace in traces]
     if not figures:
         raise ConfigError("no episodes: the file of traces is empty")
-    num = len(figures)
-    prompts = [prompt for one in figures for prompt in one.prompts]
-    recalls = [one.gold_recall for one in figures if one.gold_recall is not None]
-    explored, critical = sum(one.explored for one in figures), sum(one.critical for one in figures)
+    estimates = {"fork_on_first_turn": share([one.forked_first for one in figures])}
+    for key, (part, whole) in RATIOS.items():
+        estimates[key] = ratio([part(one) for one in figures], [whole(one) for one in figures])
     return {
-        "n": num,
-        "fork_on_first_turn": sum(one.forked_first for one in figures) / num,
-        "reads": sum(one.reads for one in figures) / num,
-        "reads_by_children": _share(figures, "child_reads", "reads"),
-        "rewinds": sum(one.rewinds for one in figures) / num,
-        "rewinds_by_children": _share(figures, "child_rewinds", "rewinds"),
-        "mounts": sum(one.mounts for one in figures) / num,
-        "mounts_ahead": _share(figures, "mounts_ahead", "mounts"),
-        "owned": sum(one.owned for one in figures) / num,
+        "n": len(figures),
+        **{key: estimate.value for key, estimate in estimates.items()},
         "owned_range": [min(one.owned for one in figures), max(one.owned for one in figures)],
-        "active_prompt": sum(prompts) / len(prompts) if prompts else None,
-        "explored": explored / num,
-        "surviving": sum(one.surviving for one in figures) / num,
-        "critical_path": critical / num,
-        "parallelism": explored / critical,
-        "gold_recall": sum(recalls) / len(recalls) if recalls else None,
         "accuracy_by_hops": accuracy_by(figures, lambda one: one.hops),
         "accuracy_by_length": accuracy_by(figures, lambda one: length_class(one.explored)),
+        "intervals": {
+            key: None if estimate.interval is None else list(estimate.interval)
+            for key, estimate in estimates.items()
+        },
     }
-
-
-def _share(figures: Sequence[EpisodeFigures], part: str, whole: str) -> float | None:
-    total = sum(getattr(one, whole) for one in figures)
-    return sum(getattr(one, part) for one in figures) / total if total else None
 
 
 def _awaited(trace: Trace) -> dict[int, set[int]]:

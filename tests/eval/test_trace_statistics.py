@@ -174,6 +174,24 @@ def test_the_table_is_a_mean_an_episode_and_shares_are_over_all_episodes() -> No
         statistics_of([])
 
 
+def test_every_figure_has_an_interval_around_it_that_narrows_with_episodes() -> None:
+    few = [episode(), episode(events=[])] * 3
+    tables = [statistics_of(few), statistics_of(few * 40)]
+    for table in tables:
+        assert set(table["intervals"]) == set(table) - {
+            *("n", "owned_range", "accuracy_by_hops", "accuracy_by_length", "intervals")
+        }
+        assert table["gold_recall"] is table["intervals"]["gold_recall"] is None
+        for key, interval in table["intervals"].items():
+            if interval is not None:
+                assert interval[0] <= table[key] <= interval[1], key
+    wide, narrow = (table["intervals"]["reads"] for table in tables)
+    assert tables[0]["reads"] == tables[1]["reads"] == 2.0
+    assert 0 < narrow[1] - narrow[0] < (wide[1] - wide[0]) / 3
+    low, high = tables[0]["intervals"]["fork_on_first_turn"]
+    assert 0.5 < low < high == 1.0, "six of six is no certainty"
+
+
 def test_the_command_prints_every_figure_or_says_what_is_missing(tmp_path: Path) -> None:
     write_traces(tmp_path / "t.jsonl", [episode(meta={"hops": 2})])
     command = [sys.executable, "scripts/stats.py"]
