@@ -19,6 +19,7 @@ from octopus_trl.trace import Segment, ThreadRecord, Trace
 from octopus_trl.train.packing import score_traces
 from tests.engine.conftest import poison, tokens
 from tests.engine.replay import play
+from tests.engine.shipped_policy import shipped_policy, step_zero_kl
 from tests.tiny import random_trace, tiny_dense, tiny_hybrid, with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -144,9 +145,18 @@ def test_at_a_fixed_width_a_thread_does_not_depend_on_its_batch_bit_by_bit(model
         assert found == {thread: want[thread] for thread in threads}
 
 
-def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(model: Any) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [{}, {"position": "rerotate"}, {"exchange": "splice"}],
+    ids=lambda rule: str(*rule.values()),
+)
+def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(
+    model: Any, rule: dict[str, Any]
+) -> None:
     """Sampled log-probabilities against the packed pass that trains."""
     engine = engine_of(model)
+    if "exchange" in rule and not engine.spec.is_hybrid:
+        pytest.skip("a dense model has no recurrent layers to splice")
     prompt = tokens(200, vocab=VOCAB)
     segments = [Segment(0, 0, None, "prompt", prompt)]
     threads = [ThreadRecord(0, None, head=0)]
@@ -175,7 +185,7 @@ def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(model: Any) -> Non
         threads.append(ThreadRecord(thread, 0))
         turn(thread, tokens(30, thread, VOCAB), [], "unmounted")
     kept = cursors[2].num_tokens
-    engine.mount(cursors[1], cursors[2])
+    engine.mount(cursors[1], cursors[2], **rule)
     turn(1, tokens(25, 5, VOCAB), [3, 4], "mounted")
     turn(2, tokens(9, 6, VOCAB), [], "rewound")
     engine.rewind(cursors[2], kept)
@@ -183,7 +193,7 @@ def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(model: Any) -> Non
     turn(2, tokens(11, 7, VOCAB), [], "unmounted")
     for record in threads:
         record.head = heads.get(record.id, 0)
-    trace = Trace("e", "p", threads=threads, segments=segments).check()
+    trace = Trace("e", "p", threads=threads, segments=segments, **rule).check()
     with torch.no_grad():
         [scores] = score_traces(model, [trace])
     for kind in ("unmounted", "mounted", "rewound"):
@@ -196,6 +206,20 @@ def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(model: Any) -> Non
         )
         assert kl <= KL, kind
     engine.check_integrity()
+
+
+def test_step_zero_kl_of_the_shipped_policy_by_kind_of_token() -> None:
+    """A trained policy's own episodes; random weights say little (DESIGN §8)."""
+    policy = shipped_policy("cuda", torch.bfloat16)
+    figures = step_zero_kl(policy, 24, num_pages=6000, num_states=512)
+    for name, (kl, largest, count) in figures.items():
+        sys.stdout.write(
+            f"step-0 KL, shipped policy, {name}: {kl:.2e} over {count} tokens, "
+            f"max |d| {largest:.2e}\n"
+        )
+    assert figures["mounted"][2] > 0
+    for name, (kl, _, count) in figures.items():
+        assert count == 0 or kl <= KL, name
 
 
 def test_decode_equals_prefill(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,21 @@ def test_every_version_equals_the_brute_force_over_the_dag_without_that_branch(s
     for branch in branches:
         expected = brute(stock, trace, branch)
         assert found.get(branch, found[None]) == pytest.approx(expected, abs=LOGP * len(ANSWER))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "position"), [("mount", "rerotate"), ("splice", "jump"), ("splice", "rerotate")]
+)
+def test_versions_follow_the_episodes_own_way_of_reading(exchange: str, position: str) -> None:
+    trace = replace(answered(3), exchange=exchange, position=position).place().check()
+    assert counterfactual(trace, LEAD, ANSWER).trace.exchange == exchange
+    stock = tiny_hybrid(3)
+    found = packed(prepare_model(tiny_hybrid(3)), trace)
+    assert len(found) > 1
+    for branch, value in found.items():
+        assert value == pytest.approx(brute(stock, trace, branch), abs=LOGP * len(ANSWER))
+    plain = packed(prepare_model(tiny_hybrid(3)), replace(trace, exchange="mount", position="jump"))
+    assert abs(plain[None] - found[None]) > 1e-3
 
 
 def test_on_a_dense_model_whose_mounts_reach_all_layers_but_one() -> None:
