@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from octopus_trl.errors import ConfigError
+from octopus_trl.errors import ConfigError, OctopusError, StaleVersion
 from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
+from octopus_trl.train.checks import MARK
 from octopus_trl.train.config_table import DOCUMENT, render
 from octopus_trl.train.interrupt import StopGracefully
 from octopus_trl.train.progress import clock, shown
@@ -200,6 +202,39 @@ def test_a_stopped_run_says_so_and_exits_with_a_code_of_its_own(
     assert "stopped before its end, at step 1 of 3 (exit code 75); kept" in said
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"policy_version": 7}, StaleVersion, "policy_version 7, this update takes"),
+        ({"meta": {MARK: "another"}}, ConfigError, "written with the tokenizer another"),
+    ],
+    ids=["version", "tokenizer"],
+)
+def test_kept_episodes_of_another_run_are_one_clear_error_where_a_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    policy: Path,
+    corpus: Path,
+    change: dict[str, Any],
+    error: type[OctopusError],
+    says: str,
+) -> None:
+    settings: dict[str, Any] = {"model_name_or_path": str(policy), "data": str(corpus)}
+    settings |= {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    assert launch(monkeypatch, tmp_path, **settings) == 0
+    last = tmp_path / "out" / "checkpoint-1"
+    file, manifest = last / "octopus_state_0.pt", last / "octopus.json"
+    state = torch.load(file, weights_only=True)
+    state["buffer"][0]["groups"][0][1].update(change)
+    torch.save(state, file)
+    facts = json.loads(manifest.read_text())
+    facts["files"][file.name] = file.stat().st_size
+    manifest.write_text(json.dumps(facts))
+    again = {**settings, "max_steps": 2, "resume_from_checkpoint": "true"}
+    with pytest.raises(error, match=says):
+        launch(monkeypatch, tmp_path, **again)
 
 
 @pytest.mark.parametrize("count", [0, 77])
