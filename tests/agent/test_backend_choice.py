@@ -1,4 +1,4 @@
-"""One address names a backend; all three give one protocol."""
+"""A run names its backend; all three give one protocol, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octopus_trl.agent.backends import open_backend
+from octopus_trl.agent.backend_choice import open_backend
 from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.lucene import LuceneBackend
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
@@ -32,10 +32,9 @@ def test_a_folder_and_a_server_give_the_same_hits_and_pages(
 ) -> None:
     with serving(SearchServer()) as server:
         fill_index(Corpus(folder), connect(server.url), "octo", k1=1.2, b=0.75)
-        monkeypatch.setenv("OPENSEARCH_USER", "me")
         monkeypatch.setenv("OPENSEARCH_PASSWORD", "pass")
-        here = open_backend(folder, **SETTINGS)
-        there = open_backend(f"opensearch:{server.url}/octo", **SETTINGS)
+        here = open_backend(None, folder, **SETTINGS)
+        there = open_backend(None, folder, url=server.url, index="octo", user="me", **SETTINGS)
         assert server.headers[-1]["Authorization"] == "Basic bWU6cGFzcw=="
         assert isinstance(here, Bm25Backend)
         assert isinstance(there, OpenSearchBackend)
@@ -46,23 +45,32 @@ def test_a_folder_and_a_server_give_the_same_hits_and_pages(
         assert here.open("d3", 2) == there.open("d3", 2)
 
 
-def test_lucene_is_an_address_too(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_index_of_lucene_is_read_without_a_corpus_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, tmp_path, "21.0.2")
     (tmp_path / "lucene").mkdir()
     (tmp_path / "lucene" / "segments_1").write_bytes(b"commit")
-    backend = open_backend(f"lucene:{tmp_path / 'lucene'}", **SETTINGS)
+    place = str(tmp_path / "lucene")
+    backend = open_backend("pyserini", tmp_path / "none", index=place, **SETTINGS)
     assert isinstance(backend, LuceneBackend)
     assert isinstance(backend, SearchBackend)
 
 
-@pytest.mark.parametrize("address", ["opensearch:localhost:9200/octo", "opensearch:http://h:9200/"])
-def test_an_address_without_server_or_index_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="opensearch:http://HOST:PORT/INDEX"):
-        open_backend(address)
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file"):
-        open_backend(tmp_path / "none")
+@pytest.mark.parametrize(
+    ("kind", "asked", "message"),
+    [
+        ("elastic", {}, "must be one of bm25, opensearch, pyserini"),
+        ("bm25", {"url": "http://h:9200"}, "only opensearch has an address"),
+        (None, {"index": "octo"}, "its index lies in the folder"),
+        ("opensearch", {"url": "http://h:9200"}, "without index"),
+        ("opensearch", {"index": "octo"}, "without search_url"),
+        ("pyserini", {}, "the folder of a Lucene index"),
+        (None, {}, "no such file"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_fix(
+    tmp_path: Path, kind: str | None, asked: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_backend(kind, tmp_path / "none", **asked)
