@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from octopus_trl.protocols import SearchBackend
 from tests.agent.search_server import SearchServer, serving
 from tests.agent.test_lucene import install
 
-SETTINGS = {"k1": 1.2, "b": 0.75, "snippet_tokens": 3, "page_tokens": 5}
+SETTINGS: dict[str, Any] = {"k1": 1.2, "b": 0.75, "snippet_tokens": 3, "page_tokens": 5}
 
 
 @pytest.fixture
