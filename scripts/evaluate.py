@@ -12,6 +12,9 @@ Writes `traces.jsonl`, `records.jsonl` and `summary.json`; `--browsecomp-runs` a
 BrowseComp-Plus's format. Episodes that a stopped evaluation has already written are not run again,
 and none is lost. `--data` is the seal join world or a folder with corpus and questions;
 `--benchmark` takes the questions from a loader instead and searches the corpus of `--data`.
+
+Exit codes: 0; 1 the disk refused, or the judge left answers open; 2 a setting or a file is wrong;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from octopus_trl.eval.judge_choice import JudgeSettings
 from octopus_trl.eval.paired import compare
 from octopus_trl.eval.policy_settings import rollout_settings
 from octopus_trl.eval.records import read_records
-from octopus_trl.eval.run import Evaluation, RecordingTools
+from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import is_world, load_world
 from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
@@ -58,11 +61,12 @@ TELL_EVERY_S = 15.0
 TRUTH = {"true": True, "false": False}
 
 
-def main() -> None:
+def main() -> int:
+    """Evaluate, or compare; gives the exit code."""
     asked = arguments()
     if asked.compare:
         print(json.dumps(compare_runs(*map(Path, asked.compare)), indent=1))
-        return
+        return 0
     if asked.output is None:
         raise ConfigError("--output is missing: name a folder for traces and summary")
     for name in ("episodes", "limit", "live"):
@@ -89,6 +93,26 @@ def main() -> None:
     written = {"model": asked.adapter or asked.model, "max_output_tokens": config.max_new_tokens}
     summary = evaluation.finish(browsecomp=written if asked.browsecomp_runs else None)
     print(json.dumps(summary, indent=1))
+    return tell_of_judge(summary)
+
+
+def tell_of_judge(summary: dict[str, Any]) -> int:
+    """Say which answers the judge did not settle; gives the exit code."""
+    share, total = summary["graded_by"], summary["n"] + summary["ungraded"]
+    down, unparsed = (round(share.get(stage, 0.0) * total) for stage in UNSETTLED[::-1])
+    if unparsed:
+        print(
+            f"error: to {unparsed} of {total} answers the judge replied without a verdict, so they "
+            "count as wrong: is it the right model? The same command asks about them again",
+            file=sys.stderr,
+        )
+    if down:
+        print(
+            f"error: {down} of {total} answers have no grade, the judge could not be reached; the "
+            "same command asks about them again",
+            file=sys.stderr,
+        )
+    return int(bool(unparsed or down))
 
 
 def arguments() -> argparse.Namespace:
@@ -256,7 +280,7 @@ class Counter:
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

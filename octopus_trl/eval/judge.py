@@ -1,6 +1,6 @@
 """A pinned judge: does an answer mean one of the gold answers.
 
-Greedy, with a versioned prompt, and every verdict is kept under the hash of all that it depends
+Greedy, with a versioned prompt, and each verdict is kept under the hash of all that it depends
 on. The file holds verdicts and hashes only: questions and answers may be ones that must not be
 written in clear. A judge that cannot be reached gives no verdict; one that answers without a
 verdict has said that the answer is not right.
@@ -127,10 +127,12 @@ class Judge:
             for key, reply in zip(new, replies, strict=True)
             if reply is not None
         }
-        self._known.update(fresh)
-        if fresh and self._cache is not None:
-            self._cache.add(fresh)
-        return [self._known.get(key) for key in keys]
+        # A reply without a verdict is not kept: a server that is set up wrongly may be put right.
+        found = {key: verdict for key, verdict in fresh.items() if verdict.parsed}
+        self._known.update(found)
+        if found and self._cache is not None:
+            self._cache.add(found)
+        return [self._known.get(key, fresh.get(key)) for key in keys]
 
     def _key(self, case: Case) -> str:
         record = [self.identity, case.question, list(case.answers), case.response]

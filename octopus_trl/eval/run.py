@@ -33,6 +33,7 @@ from octopus_trl.protocols import BindsExample, Page, SearchBackend, SearchHit
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import TraceWriter, read_traces
 
+UNSETTLED = ("judge_unparsed", "judge_down")  # stages that another try may settle
 COPIED = ("gold_docs", *HOPS)  # columns of a question that the statistics of its trace need
 
 Progress = Callable[[int, int, int], None]
@@ -210,7 +211,8 @@ class Evaluation:
         still: list[Trace] = []
         for trace in traces:
             record = kept.get(trace.prompt_id, {})
-            if record.get("score") is not None and record.get("episode_id") == trace.episode_id:
+            settled = record.get("score") is not None and record.get("graded_by") not in UNSETTLED
+            if settled and record.get("episode_id") == trace.episode_id:
                 trace.reward, stages[trace.prompt_id] = record["score"], record.get("graded_by")
             else:
                 still.append(trace)
