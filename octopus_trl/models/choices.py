@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octopus_trl.models.packed import PackedContext, PackedOutput, PackedRow
+from octopus_trl.models.packed import PackedContext, PackedOutput, PackedRow, make_context
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.shapes import Hidden
 
@@ -46,9 +46,11 @@ class ChoiceContext(PackedContext):
 def run_choices(
     model: nn.Module, spec: ModelSpec, row: PackedRow, rows: np.ndarray, targets: np.ndarray
 ) -> tuple[Tensor, Tensor]:
-    """Run one packed pass; returns log-probabilities [M] float64 and most likely tokens [M]."""
-    device = next(model.parameters()).device
-    places, wanted = torch.from_numpy(rows).to(device), torch.from_numpy(targets).to(device)
-    context: Any = ChoiceContext(row, spec, device, places, wanted)
+    """Run one packed pass; returns log-probabilities [M] float64 and most likely tokens [M].
+
+    Raises:
+        ConfigError: the row holds a splice or moved keys, and the model cannot run them.
+    """
+    context: Any = make_context(ChoiceContext, model, spec, row, rows, targets)
     output = model(octopus=context)
     return output.logps, output.choices

@@ -333,10 +333,31 @@ def run_packed(
     Raises:
         ConfigError: the row holds a splice or moved keys, and the model cannot run them.
     """
+    context: Any = make_context(
+        PackedContext, model, spec, row, rows, targets, temperature, detach_mounts
+    )
+    return model(octopus=context).logps
+
+
+def make_context(
+    kind: type[PackedContext],
+    model: nn.Module,
+    spec: ModelSpec,
+    row: PackedRow,
+    rows: np.ndarray,
+    targets: np.ndarray,
+    temperature: float = 1.0,
+    detach_mounts: bool = False,
+) -> PackedContext:
+    """Make the context of one pass, with what moved keys and splices need of the model.
+
+    Raises:
+        ConfigError: the row holds a splice or moved keys, and the model cannot run them.
+    """
     device = next(model.parameters()).device
     if row.layout.steps is not None:
         check_splice(spec)
-    context: Any = PackedContext(
+    return kind(
         row,
         spec,
         device,
@@ -346,7 +367,6 @@ def run_packed(
         detach_mounts,
         inverse_frequencies(model) if len(row.copied) else None,
     )
-    return model(octopus=context).logps
 
 
 def _check_edges(segment: Any, index: int) -> None:
