@@ -151,7 +151,8 @@ their own through `log_metric`. Means over ranks weigh what they count (tokens, 
 """
 TAIL = """
 With `report_to: wandb` each generation adds the histograms {histograms} under `histogram/`, one
-value an episode (`turn_tokens`: a turn); other trackers get none.
+value an episode (`turn_tokens`: a turn); other trackers get none. transformers and TRL add names of
+their own there: `train/global_step` and `profiling/Time taken: …`.
 """
 
 
