@@ -92,12 +92,8 @@ def test_a_seal_stands_on_the_siblings_page_and_nowhere_else() -> None:
     world = World(WorldConfig(num_adjectives=12, num_nouns=12))
     for sibling, own in ((1, 2), (2, 1)):
         for probe in seal_probes(world, Letters(), 6, seed=5, sibling_pages=sibling, own_pages=own):
-            text = {
-                n: "".join(map(chr, getattr(probe, n))) for n in probe.__slots__ if n != "id"
-            } | {
-                n: "".join(map(chr, getattr(probe, n)))
-                for n in ("prompt", "sibling", "own", "question", "answer", "own_next")
-            }
+            names = ("sibling", "own", "answer", "own_next", "sibling_next")
+            text = {name: "".join(map(chr, getattr(probe, name))) for name in names}
             assert text["answer"].strip(" .") in text["sibling"]
             assert text["answer"].strip(" .") not in text["own"]
             assert text["own_next"].strip(" .") in text["own"]
