@@ -67,7 +67,8 @@ def main() -> int:
     except KeyboardInterrupt:
         tell(f"stopped; go on with the same command and --output {folder}")
         return 130
-    Console(highlight=False).print(table_of(chosen, rows))
+    width = None if sys.stdout.isatty() else 160
+    Console(highlight=False, width=width).print(table_of(chosen, rows))
     if any(row["commit"] for row in rows):
         print(f"runs and claims.jsonl in {folder}")
     return int(any(row["state"] == "failed" for row in rows))

@@ -123,8 +123,8 @@ def test_what_a_command_reads_of_a_run_an_earlier_one_of_the_chain_has_written(
             } - written
             assert all(any(path.startswith(f"{run}/") for run in written) for path in read), words
             written |= outputs
-            if "scripts/train.py" in words and not outputs:
-                recipe = ROOT / words[words.index("scripts/train.py") + 2]
+            if "scripts/train.py" in words and not outputs and "--plan" not in words:
+                recipe = ROOT / words[words.index("--config") + 1]
                 written.add(yaml.safe_load(recipe.read_text())["output_dir"])
 
 
