@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.opensearch import connect, fill_index
+from octopus_trl.agent.search import index_path, write_index
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.benchmarks.browsecomp_plus import CANARY_VARIABLE, encode
 from octopus_trl.eval.policy_settings import rollout_settings
@@ -337,6 +339,18 @@ def test_another_corpus_or_other_questions_under_a_started_evaluation_are_refuse
     assert (out / "records.jsonl").read_bytes() == held
     assert evaluate("--output", out).code == 0
     assert len(records(out)) == 3
+
+
+def test_an_index_of_another_corpus_in_its_place_is_refused(
+    evaluate: Script, data: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    write(other / "corpus.jsonl", [{"docid": "9", "text": "another corpus"}])
+    built = write_index(Corpus(other), k1=0.9, b=0.4)
+    shutil.copytree(built, index_path(Corpus(data), 0.9, 0.4))
+    ended = evaluate("--output", tmp_path / "out")
+    assert (ended.code, "serves only the corpus and settings" in last(ended)) == (2, True)
 
 
 def test_files_cut_in_half_are_gone_on_from_and_broken_ones_are_named(
