@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.trace import Segment, ThreadRecord, Trace
 
 Encode = Callable[[str], Sequence[int]]
-
-READS = ("none", "mount", "transcript")
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -66,38 +63,6 @@ class Probe:
     def sibling_ahead(self) -> bool:
         """Whether the sibling's end is past the reader's next position."""
         return len(self.sibling) > len(self.own)
-
-    def episode(
-        self, read: str = "mount", *, exchange: str = "mount", position: str = "jump"
-    ) -> Trace:
-        """Write the question out as an episode whose last segment is the answer.
-
-        Args:
-            read: "mount" (the question's segment mounts the sibling's), "transcript" (the
-                sibling's text is pasted before the question) or "none".
-            exchange, position: of the trace, for a read by mount.
-        Raises:
-            ConfigError: `read` is none of these.
-        """
-        if read not in READS:
-            raise ConfigError(f"read={read!r}: must be one of {', '.join(READS)}")
-        mounted = read == "mount"
-        pasted = self.sibling if read == "transcript" else ()
-        segments = [
-            Segment(0, 0, None, "prompt", list(self.prompt)),
-            Segment(1, 1, 0, "action", list(self.sibling)),
-            Segment(2, 0, 0, "action", list(self.own)),
-            Segment(3, 0, 2, "tool", [*pasted, *self.question], [1] if mounted else []),
-            Segment(4, 0, 3, "action", list(self.answer)),
-        ]
-        return Trace(
-            episode_id=f"{self.id}-{read}",
-            prompt_id=self.id,
-            threads=[ThreadRecord(0, None, head=4), ThreadRecord(1, 0, "sibling", head=1)],
-            segments=segments,
-            exchange="transcript" if read == "transcript" else exchange,
-            position=position if mounted else "jump",
-        ).place()
 
 
 def station_probes(
