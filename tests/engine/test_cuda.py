@@ -183,7 +183,7 @@ def test_step_zero_kl_of_unmounted_mounted_and_rewound_tokens(
     for thread in (1, 2):
         cursors[thread], heads[thread] = engine.fork(root), 0
         threads.append(ThreadRecord(thread, 0))
-        turn(thread, tokens(30, thread, VOCAB), [], "unmounted")
+        turn(thread, tokens(20 * thread, thread, VOCAB), [], "unmounted")
     kept = cursors[2].num_tokens
     engine.mount(cursors[1], cursors[2], **rule)
     turn(1, tokens(25, 5, VOCAB), [3, 4], "mounted")
