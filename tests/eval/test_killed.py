@@ -19,9 +19,15 @@ from octopus_trl.errors import ConfigError
 from octopus_trl.eval.run import RecordingTools
 from octopus_trl.trace_files import read_traces
 from tests.eval.test_run import ROWS, Corpus, Runner, evaluation
+from tests.tiny import tiny_hybrid
+from tests.train.runs import tokenizer
 
 ROOT = Path(__file__).parents[2]
-WORLD = ("--episodes", "6", "--live", "2", "--seed", "3", "--browsecomp-runs")
+QUESTIONS = 32
+SETTINGS = (
+    *("--window", "1024", "--max-turns", "3", "--max-new-tokens", "24", "--live", "2"),
+    *("--seed", "3", "--browsecomp-runs"),
+)
 
 
 class Slow(Runner):
@@ -109,34 +115,48 @@ def test_two_evaluations_in_one_folder_do_not_ask_the_same(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_script_itself_killed_on_the_shipped_policy_gives_the_same_records(
+def test_the_script_itself_killed_twice_gives_the_records_of_a_run_that_was_not(
     tmp_path: Path,
 ) -> None:
+    policy, data = tmp_path / "policy", tmp_path / "data"
+    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(policy)
+    tokenizer().save_pretrained(policy)
+    data.mkdir()
+    page = {"docid": "1", "text": "the gate is shut in winter"}
+    (data / "corpus.jsonl").write_text(json.dumps(page) + "\n")
+    rows = [{"id": f"q{at}", "question": f"when {at}?", "answer": "w"} for at in range(QUESTIONS)]
+    (data / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
-        call = [sys.executable, "scripts/evaluate.py", *WORLD, "--output", str(folder)]
-        out = (tmp_path / f"{folder.name}.log").open("ab")
-        return subprocess.Popen(call, cwd=ROOT, env=env, stdout=out, stderr=out)
+        call = [sys.executable, "scripts/evaluate.py", "--model", str(policy), "--data", str(data)]
+        with (tmp_path / "log").open("ab") as log:
+            return subprocess.Popen(
+                [*call, *SETTINGS, "--output", str(folder)],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+            )
 
     def lines(folder: Path) -> int:
         path = folder / "traces.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait(timeout=400) == 0
-    for wanted in (1, 3):
+    assert start(whole).wait() == 0
+    for wanted in (3, 9):
         process = start(killed)
         while lines(killed) < wanted and process.poll() is None:
-            time.sleep(0.02)
+            time.sleep(0.005)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-    before = {trace.prompt_id: trace.episode_id for trace in read_traces(killed / "traces.jsonl")}
-    assert 3 <= len(before) < 6
-    assert start(killed).wait(timeout=400) == 0
+    before = [trace.prompt_id for trace in read_traces(killed / "traces.jsonl")]
+    assert 9 <= len(before) < QUESTIONS
+    assert start(killed).wait() == 0
     names = [trace.prompt_id for trace in read_traces(killed / "traces.jsonl")]
-    assert len(names) == len(set(names)) == 6
-    assert list(before) == names[: len(before)], "what was there is there still"
+    assert sorted(names) == sorted(row["id"] for row in rows), "none twice, none lost"
+    assert names[: len(before)] == before, "what was there is there still"
     one, other = kept(whole), kept(killed)
     assert sorted(one["records"].splitlines()) == sorted(other["records"].splitlines())
     assert one["runs"] == other["runs"]
