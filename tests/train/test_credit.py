@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from octopus_trl import score_traces
+from octopus_trl.agent.replay import ReplayEngine
 from octopus_trl.agent.reward import exact_match
 from octopus_trl.agent.rollout import EpisodeRunner, RolloutConfig
 from octopus_trl.maths import objective
 from octopus_trl.trace import Segment, Trace
-from octopus_trl.train.branches import branches_of
+from octopus_trl.train import credit
+from octopus_trl.train.branches import branches_of, turns_after_reading
 from octopus_trl.train.credit import BranchCredit, first_gold
 from octopus_trl.train.trainer import OctopusGRPOTrainer
 from tests.agent.fakes import Script, ScriptedEngine, byte_tokenizer, xml_call
@@ -95,23 +97,35 @@ def brute_change(model: Any, trace: Trace, branch: int) -> float:
     return sums[0] - sums[1]
 
 
-def test_credit_by_score_is_that_of_the_brute_force(tmp_path: Path) -> None:
-    trainer, batch = generate(tmp_path, peft_config=None)
+def test_credit_by_score_is_that_of_the_brute_force_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = tiny_hybrid(0, vocab_size=1024, eos_token_id=tokenizer().eos_token_id)
-    moved = 0
-    for group, added in zip(batch["groups"], batch["credits"], strict=True):
-        for trace, found in zip(group, added, strict=True):
-            branches = branches_of(trace)
-            changes = torch.tensor([brute_change(stock, trace, b) for b in branches])
-            moved += int((changes.abs() > 1e-3).sum())
-            expected = changes.double().clamp(-1, 1)
-            expected = 0.5 * (expected - expected.mean())
-            assert list(found) == branches
-            assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-4)
-            assert sum(found.values()) == pytest.approx(0.0, abs=1e-12)
-    assert moved > 3
-    assert trainer._metrics["train"]["credit/scored_share"] == [1.0]
-    assert 0 < trainer._metrics["train"]["credit/read_share"][0] <= 1
+    changes = [
+        {branch: brute_change(stock, trace, branch) for branch in branches_of(trace)}
+        for trace in map(episode, range(4))
+    ]
+    sizes = sorted(abs(value) for each in changes for value in each.values() if abs(value) > 1e-3)
+    assert len(sizes) > 3
+    limit = sum(sizes[len(sizes) // 2 - 1 :][:2]) / 2  # between two of them: some are clipped
+    assert credit.MOST_NATS == 1.0
+    monkeypatch.setattr(credit, "MOST_NATS", limit)
+    trainer, batch = generate(tmp_path, peft_config=None)
+    found = [added for group in batch["credits"] for added in group]
+    for added, by_branch in zip(found, changes, strict=True):
+        expected = torch.tensor(list(by_branch.values())).double().clamp(-limit, limit)
+        expected = 0.5 * (expected - expected.mean())
+        assert list(added) == list(by_branch)
+        assert list(added.values()) == pytest.approx(expected.tolist(), abs=1e-4)
+        assert sum(added.values()) == pytest.approx(0.0, abs=1e-12)
+    figures = trainer._metrics["train"]
+    every = [value for each in changes for value in each.values()]
+    clipped = sum(abs(value) > limit for value in every)
+    assert 0 < clipped < len(every)
+    assert figures["credit/clipped_share"] == [pytest.approx(clipped / len(every))]
+    assert figures["credit/change"] == [pytest.approx(sum(every) / len(every), abs=1e-4)]
+    assert figures["credit/scored_share"] == [1.0]
+    assert 0 < figures["credit/read_share"][0] <= 1
 
 
 def test_credit_is_added_to_the_advantage_of_its_branch_alone(tmp_path: Path) -> None:
@@ -233,7 +247,17 @@ class Alone(BranchCredit):
         return (torch.tensor(rewards, dtype=torch.float64),)
 
 
-def test_credit_by_resampling_is_the_reward_that_is_lost_without_a_branch() -> None:
+def test_credit_by_resampling_is_the_reward_that_is_lost_without_a_branch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[set[int]] = []
+
+    class Noted(ReplayEngine):
+        def __init__(self, engine: Any, traces: Any, again: Any) -> None:
+            drawn.extend(again)
+            super().__init__(engine, traces, again)
+
+    monkeypatch.setattr(credit, "ReplayEngine", Noted)
     alone = Alone()
     example = {"id": "q", "question": "which?", "answers": ["gate"]}
     runner = EpisodeRunner(alone.engine, WORDS, None, CONFIG)
@@ -245,6 +269,8 @@ def test_credit_by_resampling_is_the_reward_that_is_lost_without_a_branch() -> N
     # R = 2y − 1: without thread 1 it falls from 1 to -1; without 2 and 3 nothing changes.
     expected = objective.branch_credits(torch.tensor([2.0, 0.0, 0.0]), weight=0.1)
     assert found == [dict(zip((1, 2, 3), expected.tolist(), strict=True))]
+    last = max(s.id for s in traces[0].segments if s.kind == "action")
+    assert drawn == [turns_after_reading(traces[0], branch) for branch in (1, 2)] == [{last}] * 2
     # Two branches were read: two runs, of which the root's last turn alone was drawn.
     assert alone.judged == 2
     assert len(alone.engine.sampled) - sampled == 2
