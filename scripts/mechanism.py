@@ -45,7 +45,7 @@ from octopus_trl.eval.judge_models import ServerModel
 from octopus_trl.eval.mechanism import Scored, as_json, figures_of, score_probes
 from octopus_trl.eval.mount_kl import mount_kl
 from octopus_trl.eval.probes import Probe, read_probes, station_probes
-from octopus_trl.eval.readings import READINGS
+from octopus_trl.eval.readings import READINGS, check_readings
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_probes import seal_probes
 from octopus_trl.eval.systems_page import load_lines, page
@@ -73,6 +73,7 @@ def main() -> None:
         else:
             print(text, end="")
         return
+    check_readings(asked.readings)
     lines = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
     stamp = circumstances()
     command = " ".join(["python", "scripts/mechanism.py", *map(shlex.quote, sys.argv[1:])])
