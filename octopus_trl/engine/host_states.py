@@ -26,6 +26,7 @@ class HostStates:
         counters: whose `bytes_moved` counts the copies.
     Attributes:
         parked, restored: states copied out and back since the engine was made.
+        runs_beside: whether copies run on streams of their own.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class HostStates:
         self._per_block = max(1, BLOCK_BYTES // max(1, self.bytes_per_state))
         self.parked = self.restored = 0
         self._blocks: list[tuple[Tensor, Tensor]] = []
-        self._cuda = memory.device.type == "cuda"
+        self._cuda = self.runs_beside = memory.device.type == "cuda"
         self._out = torch.cuda.Stream(memory.device) if self._cuda else None
         self._back = torch.cuda.Stream(memory.device) if self._cuda else None
         self._leaving: dict[int, torch.cuda.Event] = {}  # slot -> copy that still reads it
         self._stored: dict[int, torch.cuda.Event] = {}  # place -> copy that fills it
         self._loaded: dict[int, torch.cuda.Event] = {}  # place -> copy that still reads it
+        self._arriving: dict[int, torch.cuda.Event] = {}  # slot -> copy that still fills it
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +67,12 @@ class HostStates:
         self.parked += 1
         self._counters.bytes_moved += self.bytes_per_state
 
-    def load(self, place: int, slot: int) -> None:
-        """Begin to copy a place to a slot; the current stream goes on after it."""
+    def load(self, place: int, slot: int, *, ahead: bool = False) -> None:
+        """Begin to copy a place to a slot; the current stream goes on after it.
+
+        Args:
+            ahead: the stream goes on at once, and waits in `arrive`.
+        """
         states, tails = self._at(place)
         memory = self._memory
 
@@ -78,9 +84,17 @@ class HostStates:
         event = self._beside(self._back, copy, self._stored.get(place))
         if event is not None:
             self._loaded[place] = event
-            torch.cuda.current_stream(memory.device).wait_event(event)
+            self._arriving[slot] = event
+            if not ahead:
+                self.arrive(slot)
         self.restored += 1
         self._counters.bytes_moved += self.bytes_per_state
+
+    def arrive(self, slot: int) -> None:
+        """Let the current stream wait for a copy that still fills a slot."""
+        event = self._arriving.pop(slot, None)
+        if event is not None:
+            torch.cuda.current_stream(self._memory.device).wait_event(event)
 
     def claim(self, slot: int) -> None:
         """Let the current stream wait for a copy that still reads a slot."""
@@ -94,7 +108,7 @@ class HostStates:
             if stream is not None:
                 stream.synchronize()
         self._blocks = []
-        for events in (self._leaving, self._stored, self._loaded):
+        for events in (self._leaving, self._stored, self._loaded, self._arriving):
             events.clear()
 
     def _at(self, place: int) -> tuple[Tensor, Tensor]:

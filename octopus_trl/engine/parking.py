@@ -28,13 +28,24 @@ class Parkable(Protocol):
 
 
 class Mover(Protocol):
-    """Copies states between slots and places."""
+    """Copies states between slots and places.
+
+    Attributes:
+        runs_beside: whether copies run beside the passes, so that asking ahead saves time.
+    """
+
+    runs_beside: bool
 
     def store(self, slot: int, place: int) -> None:
         """Begin to copy a slot to a place."""
 
-    def load(self, place: int, slot: int) -> None:
-        """Begin to copy a place to a slot; what reads the slot next waits for it."""
+    def load(self, place: int, slot: int, *, ahead: bool = False) -> None:
+        """Begin to copy a place to a slot; what follows waits for it, unless it is asked for
+        `ahead`: then what reads the slot calls `arrive` first.
+        """
+
+    def arrive(self, slot: int) -> None:
+        """Let what reads the slot next wait for a copy that was asked for ahead."""
 
     def claim(self, slot: int) -> None:
         """Let what writes the slot next wait for a copy that still reads it."""
@@ -58,6 +69,7 @@ class Parking:
         self._rank, self._mover = rank, mover
         self._owners: dict[int, Parkable] = {}  # in order of parking, oldest first
         self._free: list[int] = list(range(self.num_places - 1, -1, -1))
+        self._coming: set[int] = set()  # slots that a copy asked for ahead may still fill
 
     @property
     def num_held(self) -> int:
@@ -79,17 +91,33 @@ class Parking:
         assert self._mover is not None
         owner.place = place = self._free.pop()
         self._owners[place] = owner
+        self.arrive(owner.slot)
         self._mover.store(owner.slot, place)
         return True
 
-    def load(self, owner: Parkable, slot: int) -> None:
+    def load(self, owner: Parkable, slot: int, *, ahead: bool = False) -> None:
         """Copy an owner's parked state into any slot; it keeps its place."""
         if owner.place is None or self._mover is None:
             raise IntegrityError("a boundary without a place has nothing to load")
-        self._mover.load(owner.place, slot)
+        self._mover.load(owner.place, slot, ahead=ahead)
+        if ahead:
+            self._coming.add(slot)
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a state that is asked for ahead comes while passes run."""
+        return self._mover is not None and self._mover.runs_beside
+
+    def arrive(self, slot: int) -> None:
+        """Make a slot safe to read that was asked for ahead."""
+        if slot in self._coming:
+            assert self._mover is not None
+            self._coming.remove(slot)
+            self._mover.arrive(slot)
 
     def claim(self, slot: int) -> None:
         """Make a slot safe to write while copies run."""
+        self.arrive(slot)
         if self._mover is not None:
             self._mover.claim(slot)
 

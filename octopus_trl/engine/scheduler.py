@@ -64,8 +64,11 @@ class Scheduler:
         return [turn.growth for turn in self._running if turn.growth is not None]
 
     def submit(self, turn: Turn) -> None:
-        """Queue a turn."""
+        """Queue a turn; a parked state that it starts from begins to come back beside the passes
+        that run before it.
+        """
         turn.cursor._turn = turn.ticket
+        self._runner.tree.states.fetch(turn.cursor._tail)
         self._waiting.append(turn)
 
     def cancel(self, ticket: int, *, keep: bool = True) -> Turn | None:

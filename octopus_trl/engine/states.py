@@ -104,6 +104,7 @@ class StatePool:
         slot = owner.slot
         if slot is None:
             raise IntegrityError("a boundary without a slot cannot hand one over")
+        self.parking.arrive(slot)
         self._evict(owner)
         slot = self._free.pop()
         self.parking.claim(slot)
@@ -111,9 +112,25 @@ class StatePool:
         return slot
 
     def touch(self, owner: Owner) -> None:
-        """Mark an owner's slot as just used."""
+        """Mark an owner's slot as used now: what follows may read it."""
         if owner.slot is not None:
+            self.parking.arrive(owner.slot)
             self._owners[owner.slot] = self._owners.pop(owner.slot)
+
+    def fetch(self, owner: Owner) -> bool:
+        """Begin to bring an owner's parked state back before it is asked for, into a slot that
+        nobody owns; False where it has one, none is free, or copies do not run beside the passes.
+        """
+        if owner.slot is not None or owner.place is None or not self._free:
+            return False
+        if not self.parking.runs_beside:
+            return False
+        slot = self._free.pop()
+        self.parking.claim(slot)
+        self._own(owner, slot)
+        self.peak = max(self.peak, self.num_held)
+        self.parking.load(owner, slot, ahead=True)
+        return True
 
     def release(self, owner: Owner) -> None:
         """Take an owner's slot and its parked copy back, if it has them."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 
 from octopus_trl.engine import Engine
+from octopus_trl.engine.host_states import HostStates
 from octopus_trl.engine.parking import Parking
 from octopus_trl.engine.states import StatePool
 from octopus_trl.errors import ConfigError, IntegrityError
@@ -29,9 +32,14 @@ class Boundary:
 
 
 class Notebook:
-    """A mover that writes down what each slot and place holds."""
+    """A mover that writes down what each slot and place holds.
 
-    def __init__(self) -> None:
+    Where it runs beside the passes, what is asked for ahead comes when somebody waits for it.
+    """
+
+    def __init__(self, *, runs_beside: bool = False) -> None:
+        self.runs_beside = runs_beside
+        self.coming: dict[int, str] = {}
         self.slots: dict[int, str] = {}
         self.places: dict[int, str] = {}
         self.claimed: list[int] = []
@@ -39,15 +47,20 @@ class Notebook:
     def store(self, slot: int, place: int) -> None:
         self.places[place] = self.slots[slot]
 
-    def load(self, place: int, slot: int) -> None:
-        self.slots[slot] = self.places[place]
+    def load(self, place: int, slot: int, *, ahead: bool = False) -> None:
+        (self.coming if ahead else self.slots)[slot] = self.places[place]
+
+    def arrive(self, slot: int) -> None:
+        self.slots[slot] = self.coming.pop(slot)
 
     def claim(self, slot: int) -> None:
         self.claimed.append(slot)
 
 
-def make_pool(num_slots: int, num_places: int) -> tuple[StatePool, Notebook]:
-    notes = Notebook()
+def make_pool(
+    num_slots: int, num_places: int, *, runs_beside: bool = False
+) -> tuple[StatePool, Notebook]:
+    notes = Notebook(runs_beside=runs_beside)
     pool = StatePool(num_slots, lambda owner: owner.rank, num_places=num_places, mover=notes)
     return pool, notes
 
@@ -66,6 +79,42 @@ def test_a_state_is_parked_before_it_is_dropped() -> None:
     assert (one.place, two.place, pool.evicted) == (None, 0, 1)
     assert notes.claimed == [1, 1, 1]
     pool.check([two, three])
+
+
+def test_a_state_that_is_fetched_ahead_is_there_when_it_is_read_kept_or_parked_again() -> None:
+    pool, notes = make_pool(2, 2, runs_beside=True)
+    one, two, three = Boundary(), Boundary(), Boundary()
+    for name, owner in (("one", one), ("two", two), ("three", three)):
+        notes.slots[pool.take(owner)] = name
+    assert one.slot is None
+    assert not pool.fetch(one), "no slot is free, and none is taken for this"
+    assert not pool.fetch(two), "it has its slot"
+    pool.release(three)
+    assert pool.fetch(one)
+    assert one.slot is not None
+    assert one.slot in notes.coming
+    pool.touch(one)
+    assert notes.slots[one.slot] == "one"
+    assert not notes.coming
+    pool.take(three)  # takes the slot of two, whose state is parked first
+    notes.slots[three.slot or 0] = "three"
+    pool.release(three)
+    assert pool.fetch(two)
+    pool.parking.release(two)  # its place goes to another while the copy is under way
+    pool.parking.park(two)
+    assert two.place is not None
+    assert notes.places[two.place] == "two"
+    pool.check([one, two])
+
+
+def test_nothing_is_fetched_ahead_where_copies_do_not_run_beside_the_passes() -> None:
+    pool, notes = make_pool(1, 1)
+    one, two = Boundary(), Boundary()
+    for name, owner in (("one", one), ("two", two)):
+        notes.slots[pool.take(owner)] = name
+    pool.release(two)
+    assert not pool.fetch(one)
+    assert pool.num_free == 1
 
 
 def test_a_copy_of_what_still_has_its_slot_is_given_up_first() -> None:
@@ -228,6 +277,58 @@ def test_pc04_with_too_few_places_the_rest_is_replayed_and_counted(hybrid: Any) 
     assert stats["replayed"] > 0
     assert stats["peak_slots"] <= 2
     assert stats["parked_now"] <= 3
+
+
+def test_turns_whose_states_are_fetched_ahead_draw_the_same(
+    hybrid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes ahead comes as late as it may: its slot holds NaN until somebody waits for it."""
+    load, memory_of = HostStates.load, attrgetter("_memory")
+    coming: dict[int, list[Any]] = {}
+    waited = 0
+
+    def late_load(self: HostStates, place: int, slot: int, *, ahead: bool = False) -> None:
+        load(self, place, slot)
+        if ahead:
+            memory = memory_of(self)
+            layers = memory.spec.recurrent_layers
+            pools = [pool[layer] for pool in (memory.states, memory.tails) for layer in layers]
+            coming[slot] = [(pool, pool[slot].clone()) for pool in pools]
+            for pool in pools:
+                pool[slot].fill_(math.nan)
+
+    def late_arrive(self: HostStates, slot: int) -> None:
+        nonlocal waited
+        waited += slot in coming
+        for pool, kept in coming.pop(slot, ()):
+            pool[slot].copy_(kept)
+
+    def draws(engine: Engine) -> list[list[int]]:
+        root = engine.open(tokens(9))
+        cursors = [engine.extend(engine.fork(root), tokens(3, seed)) for seed in range(7)]
+        found: list[list[int]] = []
+        for turn in range(3):
+            for index in (5, 0, 3, 6):
+                params = SamplingParams(seed=10 * turn + index, max_tokens=4)
+                [(ids, _)] = engine.generate([cursors[index]], params, until=())
+                found.append(ids)
+            engine.close(engine.extend(engine.fork(root), [turn]))  # leaves a slot free
+        engine.check_integrity()
+        return found
+
+    want = draws(small_engine(hybrid))
+    monkeypatch.setattr(HostStates, "load", late_load)
+    monkeypatch.setattr(HostStates, "arrive", late_arrive)
+    engine = small_engine(
+        hybrid,
+        num_states=5,
+        max_snapshots=1,
+        park_bytes=40 * bytes_per_state(hybrid.octopus_spec, torch.float32),
+    )
+    engine._pools._parked.runs_beside = True
+    assert draws(engine) == want
+    assert waited > 0, "nothing was fetched ahead: the test has lost its point"
+    assert engine.stats()["replayed"] == 0
 
 
 def test_more_turns_than_slots_go_on_from_parked_states(hybrid: Any) -> None:
