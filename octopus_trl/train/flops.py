@@ -6,7 +6,8 @@ Model FLOPs of a row of T packed tokens with M scored ones, in training:
     A = Σ over attention layers 4 H D pairs        (q·k and p·v; pairs = visible query-key pairs)
     S = Σ over recurrent layers 6 E T              (decay, read and write of a state of E elements)
 
-P are the weights of all linear layers but the head, adapters included, of which P_trained train. A
+P are the weights of all linear layers but the head, adapters included, of which P_trained train; of
+routed experts the share that a token meets. A
 product costs 2 FLOPs a weight and token forward and as many for the gradient of its input; only
 trained weights pay once more for their own. Without a gradient the row costs 2 T P + 2 M P_head +
 A + S. What checkpointing computes again does not count, so that
@@ -76,11 +77,16 @@ class ModelFlops:
         """Count the weights of a model, adapters included."""
         output = unwrap(model).get_output_embeddings()
         linear = head = trained = 0
+        chosen = getattr(unwrap(model).config, "num_experts_per_tok", 0)
         for module in model.modules():
             if not isinstance(module, nn.Linear):
+                for weight in module.parameters(recurse=False):
+                    if weight.ndim == 3 and hasattr(module, "num_experts"):
+                        size = _size(weight) * chosen // module.num_experts
+                        linear += size
+                        trained += size if weight.requires_grad else 0
                 continue
-            # ZeRO-3 leaves an empty shell of a weight and says its size.
-            size = int(getattr(module.weight, "ds_numel", module.weight.numel()))
+            size = _size(module.weight)
             if module is output:
                 head += size
             else:
@@ -155,6 +161,11 @@ class Speed:
                 meter.add("speed/mfu", self._work, self._seconds * self._peak * 1e12)
         measure_memory(meter, device)
         self._clear()
+
+
+def _size(weight: nn.Parameter) -> int:
+    """Count a weight's elements; ZeRO-3 leaves an empty shell of it and says its size."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
 
 
 def row_logical_tokens(row: PackedRow) -> int:

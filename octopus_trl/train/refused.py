@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from octopus_trl.errors import ConfigError
+
 # What the trainer does not run: field -> (the value that stands for off, what to use instead).
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_vllm": ((False,), "episodes fork, mount and rewind in our own engine in process; drop it"),
@@ -64,7 +66,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "off-policy tokens are weighted; set importance_weight_cap",
     ),
     "sync_ref_model": ((False,), "the reference is the model with its adapter off; drop it"),
-    "router_aux_loss_coef": ((None,), "no supported model has experts; drop it"),
+    "router_aux_loss_coef": (
+        (None, 0.0),
+        "a packed pass computes no balance loss of experts; set router_aux_loss_coef: 0",
+    ),
     "use_liger_kernel": ((False,), "fast kernels are picked by octopus_trl.kernels; drop it"),
     "pad_to_multiple_of": ((None, "auto"), "packed rows are not padded; drop it"),
     "remove_unused_columns": ((False, None), "answers are columns that rewards read; drop it"),
@@ -74,3 +79,20 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "fsdp": ((None, "", [], False), "use DeepSpeed ZeRO-2 or ZeRO-3 (accelerate_configs/)"),
 }
+
+
+def refuse_balance_loss(config: Any, asked: float | None) -> None:
+    """Refuse to leave out in silence the loss that balances the experts of a model.
+
+    Args:
+        config: of the model, which declares a coefficient of its own where it has experts.
+        asked: `router_aux_loss_coef`; None is the model's own.
+    Raises:
+        ConfigError: that is not 0.
+    """
+    own = getattr(config.get_text_config(), "router_aux_loss_coef", None)
+    routed = hasattr(config.get_text_config(), "output_router_logits")
+    if asked is None and own and routed:
+        raise ConfigError(
+            f"router_aux_loss_coef={own} (the model's own): {REFUSED['router_aux_loss_coef'][1]}"
+        )

@@ -39,6 +39,7 @@ from octopus_trl.train.kernel_check import check_kernels, compute_dtype
 from octopus_trl.train.lora import describe_adapter, settle_targets
 from octopus_trl.train.meter import Meter
 from octopus_trl.train.ranks import FailTogether, Ranks
+from octopus_trl.train.refused import refuse_balance_loss
 from octopus_trl.train.resume import WholeCheckpoints
 from octopus_trl.train.rewards import RewardBook
 from octopus_trl.train.rows import LossRow, empty_row
@@ -69,8 +70,8 @@ class OctopusGRPOTrainer(
     """`GRPOTrainer` whose samples are episodes of many threads (DESIGN §5).
 
     Args:
-        model: a `Qwen3_5ForCausalLM` or `Qwen3ForCausalLM`, PEFT-wrapped or not, or where to load
-            one from. Its mixers are installed in place.
+        model: of a class that `prepare_model` takes, PEFT-wrapped or not, or where to load one
+            from. Its mixers are installed in place.
         reward_funcs: TRL reward functions; completions are the roots' commit texts and the
             column `traces` holds the episodes.
         args: settings.
@@ -114,6 +115,7 @@ class OctopusGRPOTrainer(
             args.model_init_kwargs = None
         # TRL wraps the model's forward as it finds it, so ours must be in place before.
         prepare_model(model, mount_layers=args.mount_layers)
+        refuse_balance_loss(model.config, args.router_aux_loss_coef)
         if peft_config is not None:
             peft_config = settle_targets(model, peft_config)
         if args.beta != 0.0 and peft_config is None and not is_peft_model(model):
