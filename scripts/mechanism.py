@@ -40,7 +40,7 @@ from octopus_trl.eval.crossings import crossings_of
 from octopus_trl.eval.errands import errand_probes
 from octopus_trl.eval.extra_kv import KvSize, extra_kv, extra_tokens
 from octopus_trl.eval.hijacking import hijack_share, judge_with
-from octopus_trl.eval.intervals import mean, ratio, share
+from octopus_trl.eval.intervals import mean, ratio, share, share_by_example
 from octopus_trl.eval.judge_models import ServerModel
 from octopus_trl.eval.mechanism import Scored, as_json, figures_of, score_probes
 from octopus_trl.eval.mount_kl import mount_kl
@@ -296,7 +296,7 @@ def figures_of_episodes(
             judge = judge_with(ServerModel(asked.judge_url, asked.judge_model), chat.words)
             figures |= as_json({"hijack_judged": hijack_share(traces, read_calls, judge=judge)})
     counts = [count_mounts(trace) for trace in traces]
-    ahead = ratio([late for _, late in counts], [num for num, _ in counts])
+    ahead = share_by_example([late for _, late in counts], [num for num, _ in counts])
     figures |= as_json({"mounts": mean([num for num, _ in counts]), "mounts_ahead": ahead})
     size = KvSize(asked.page_size) if model is None else kv_size(model, asked.page_size)
     figures |= extra_kv(traces, size)

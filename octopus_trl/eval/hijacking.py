@@ -24,7 +24,7 @@ from typing import Any
 
 from octopus_trl.agent.calls import RawCall
 from octopus_trl.agent.tools import canonical
-from octopus_trl.eval.intervals import Estimate, ratio
+from octopus_trl.eval.intervals import Estimate, share_by_example
 from octopus_trl.eval.judge import JudgeModel
 from octopus_trl.trace import Trace
 
@@ -100,8 +100,8 @@ def hijack_share(
 ) -> Estimate:
     """Give the share of next turns that pursue the sibling's task (see the module).
 
-    Bootstrap over episodes of the ratio of sums; n is episodes. Paper: hijack-transcript 57.9 %,
-    hijack-splice 55.2 %, hijack-mount 2.7 %.
+    Interval over episodes (`intervals.share_by_example`); n is episodes. Paper: hijack-transcript
+    57.9 %, hijack-splice 55.2 %, hijack-mount 2.7 %.
 
     Args:
         judge: decides instead of the rule; turns that it has no verdict on are left out.
@@ -113,7 +113,7 @@ def hijack_share(
         known = [verdict for verdict in verdicts if verdict is not None]
         pursued.append(sum(known))
         counted.append(len(known))
-    return ratio(pursued, counted)
+    return share_by_example(pursued, counted)
 
 
 def next_turns(trace: Trace, read_calls: ReadCalls) -> Iterator[NextTurn]:

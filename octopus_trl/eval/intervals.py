@@ -70,6 +70,19 @@ def mean(values: Sequence[float]) -> Estimate:
     return Estimate(float(np.mean(values)), bootstrap_interval(values), len(values))
 
 
+def share_by_example(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
+    """Give Σ parts / Σ wholes of counts that an example has several of, as turns of an episode.
+
+    Bootstrap over examples, as `ratio`. Where none or all of the counts are parts, nothing that is
+    drawn differs: then Wilson's interval over the examples that have a count at all.
+    """
+    figure = ratio(parts, wholes)
+    if figure.value not in (0.0, 1.0):
+        return figure
+    num = sum(whole > 0 for whole in wholes)
+    return Estimate(figure.value, wilson_interval(num * int(figure.value), num), figure.n)
+
+
 def ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Estimate:
     """Give Σ parts / Σ wholes over examples, with the percentile bootstrap over them.
 

@@ -13,7 +13,14 @@ from typing import Any
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.extra_kv import extra_kv
 from octopus_trl.eval.hijacking import hijack_share
-from octopus_trl.eval.intervals import Estimate, mean, ratio, share, wilson_interval
+from octopus_trl.eval.intervals import (
+    Estimate,
+    mean,
+    ratio,
+    share,
+    share_by_example,
+    wilson_interval,
+)
 from octopus_trl.eval.mechanism import (
     argmax_agreement,
     hijack_choice,
@@ -38,6 +45,7 @@ __all__ = [
     "ratio",
     "retained_information",
     "share",
+    "share_by_example",
     "summarise",
     "turns_of",
     "wilson_interval",

@@ -144,7 +144,8 @@ def test_the_share_is_over_turns_and_its_interval_over_episodes() -> None:
     hit = two_children().turn(1, READ).turn(1, ("search", {"query": "selby"})).trace
     miss = two_children().turn(1, READ).turn(1, ("search", {"query": "alder"})).trace
     figure = hijack_share([hit, miss, miss, two_children().trace], calls_of)
-    assert (figure.value, figure.n) == (pytest.approx(1 / 3), 4)
+    assert figure.value == pytest.approx(1 / 3)
+    assert figure.n == 4
     turns = list(next_turns(hit, calls_of))
     assert [type(turn) for turn in turns] == [NextTurn]
     assert turns[0].siblings == (2,)

@@ -9,7 +9,7 @@ import pytest
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.errands import errand_probes
-from octopus_trl.eval.intervals import Estimate, ratio, share
+from octopus_trl.eval.intervals import Estimate, ratio, share, share_by_example
 from octopus_trl.eval.intervals import mean as mean_of
 from octopus_trl.eval.mechanism import (
     Answered,
@@ -163,6 +163,17 @@ def test_a_ratio_draws_an_examples_part_and_whole_together() -> None:
     assert figure.interval is not None
     assert figure.value is not None
     assert figure.interval[0] < figure.value < figure.interval[1]
+
+
+def test_a_share_that_is_none_or_all_keeps_an_interval() -> None:
+    none = share_by_example([0] * 50, [2] * 40 + [0] * 10)
+    assert (none.value, none.n) == (0.0, 50)
+    assert none.interval == share([False] * 40).interval
+    everything = share_by_example([3, 3], [3, 3])
+    assert everything.interval == share([True, True]).interval
+    some = share_by_example([1, 0, 2], [2, 2, 2])
+    assert some == ratio([1, 0, 2], [2, 2, 2])
+    assert share_by_example([], []) == Estimate(None, None, 0)
 
 
 def test_figures_over_nothing_have_no_value() -> None:
