@@ -36,6 +36,7 @@ from .train_work import UpdateFlops, chain_rows, without_reads
 
 RANK = 16
 REPEATS = 2
+LONG_S = 4.0  # a call that took longer is timed once more and not twice
 LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
 # Mean of e^d − 1 − d between packed and separate rows; no token may be off by more than the second.
 # Seen in bfloat16 over 32 random layers: 6.5e-5 and 0.03; of rows in a wrong order: 0.09 and 1.0.
@@ -50,6 +51,7 @@ def run(setting: Setting) -> Iterator[Line]:
     dtype, shapes = base.dtype, setting.shapes  # before the adapter's own layers are in
     for text in check_kernels(base, setting.device, dtype):
         print(text, file=sys.stderr, flush=True)
+    print(f"MFU = FLOPs / seconds / peak; {UpdateFlops.FORMULA}", file=sys.stderr, flush=True)
     with adapted(base) as model:
         flops = UpdateFlops.of(model, shapes)
         rate = 0.0  # unique tokens/s, the last measured
@@ -236,11 +238,12 @@ def split(rows: list[Trace], passes: int) -> list[list[Trace]]:
 
 def measured(setting: Setting, call: Callable[[], Any]) -> tuple[float, float]:
     """Give the least seconds of a call after one that does not count, and its peak GiB."""
-    call()
+    with timed() as first:
+        call()
     cuda = setting.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = min(sample_s(call, repeats=REPEATS))
+    seconds = min(sample_s(call, repeats=1 if first.value > LONG_S else REPEATS))
     return seconds, torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
 
 

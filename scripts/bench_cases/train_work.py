@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -87,6 +87,12 @@ class UpdateFlops:
     adapter's own weights 2 + 4; attention and the delta rule once forward and twice backward.
     What checkpointing computes again is not counted.
     """
+
+    FORMULA: ClassVar = (
+        "FLOPs = T (4 W + 6 A) + 4 d V M + 12 N H D P + 18 R S T: T tokens, W weights of linear "
+        "layers, A of the adapter, d hidden size, V vocabulary, M scored tokens, N attention "
+        "layers of H heads of D, P pairs that attend, R recurrent layers of S state elements"
+    )
 
     shapes: Shapes
     hidden_size: int

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -47,11 +50,14 @@ KILLS: dict[str, list[tuple[str, int, int]]] = {
         ("in a generation", 2, 0),
         ("while an old one is removed", 3, 0),
     ],
+    # Hundredths of a second of work, drawn anew each time; a run takes about 200.
+    "any": [("at any moment", random.SystemRandom().randrange(20, 200), 0) for _ in range(8)],
     "ddp": [("in a backward pass", 1, 1), ("before the manifest", 2, 0)],
     "zero2": [("while weights are written", 1, 0), ("in a backward pass", 2, 1)],
     "zero3": [("in a backward pass", 1, 1), ("before the rename", 2, 0)],
 }
-WORLD = {"one": 1}
+WORLD = {"one": 1, "any": 1}
+DRAWN = "kills.txt"
 
 
 def die() -> None:
@@ -62,8 +68,19 @@ def arm(trainer: Any, point: str, at: int) -> None:
     """Have this process killed when it comes to a point.
 
     Args:
-        at: the step under way, or the number of the checkpoint that is being written.
+        at: the step under way, or the number of the checkpoint that is being written; of "at any
+            moment" the hundredths of a second that this process works first.
     """
+    if point == "at any moment":
+        until = time.process_time() + at / 100
+
+        def wait_and_die() -> None:
+            while time.process_time() < until:
+                time.sleep(1e-3)
+            die()
+
+        threading.Thread(target=wait_and_die, daemon=True).start()
+        return
 
     def before(owner: Any, name: str, when: Callable[..., bool]) -> None:
         usual = getattr(owner, name)
@@ -128,7 +145,7 @@ def run(folder: Path, mode: str, rank: int, kill: tuple[str, int, int] | None) -
         arm(trainer, kill[0], kill[1])
     resume = checkpoint.last_checkpoint(out) is not None
     # One process draws its episodes for real; several replay them, which is quicker.
-    with nullcontext() if mode == "one" else replayed(sizes=(4,), lengths=SHORT_LENGTHS):
+    with nullcontext() if world == 1 else replayed(sizes=(4,), lengths=SHORT_LENGTHS):
         trainer.train(resume_from_checkpoint=resume)
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     found = {
@@ -147,6 +164,8 @@ def main(out: Path, *modes: str) -> None:
     """Run each asked mode once straight, and once killed at every point of its list."""
     for mode in modes:
         world = WORLD.get(mode, 2)
+        (out / mode).mkdir(parents=True, exist_ok=True)
+        (out / mode / DRAWN).write_text(str(KILLS[mode]))
         for name, kills in (("straight", [None]), ("killed", [*KILLS[mode], None])):
             folder = out / mode / name
             for kill in kills:
@@ -154,7 +173,9 @@ def main(out: Path, *modes: str) -> None:
                 def call(rank: int, kill: Any = kill, mode: str = mode, folder: Path = folder):  # type: ignore[no-untyped-def]
                     run(folder, mode, rank, kill)
 
-                codes = fork_ranks(world, mode, folder, call)
-                as_meant = not any(codes) if kill is None else codes[kill[2]] == -signal.SIGKILL
-                if not as_meant:
+                codes = fork_ranks(world, "one" if world == 1 else mode, folder, call)
+                ends = {-signal.SIGKILL} if kill is not None else {0}
+                if kill is not None and kill[0] == "at any moment":
+                    ends.add(0)  # it was done before
+                if codes[0 if kill is None else kill[2]] not in ends or (not kill and any(codes)):
                     sys.exit(f"{mode}, {name}, {kill}: ranks ended with {codes}; see {folder}")
