@@ -23,5 +23,7 @@ def skinny_linear(x: Tensor, *, weight: Tensor) -> Tensor:
         [R, N] in the dtype of x. Calls on one device must follow one another (they share counters),
         as on one stream.
     """
-    cut = tuned(*x.shape, len(weight)) if x.dtype in (torch.bfloat16, torch.float16) else None
+    cut = None
+    if x.dtype in (torch.bfloat16, torch.float16):
+        cut = tuned(len(x), x.shape[1], len(weight))
     return maths.skinny_linear(x, weight=weight) if cut is None else multiply(x, weight, cut)
