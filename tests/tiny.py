@@ -21,6 +21,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
@@ -53,6 +55,11 @@ def tiny_dense(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: A
     """Build a Qwen3-shaped dense model in eval mode, float32: attention in every layer."""
     config = Qwen3Config(**{**_attention(layers, tie), "head_dim": 16, **overrides})
     return _filled(Qwen3ForCausalLM, config, seed)
+
+
+def tiny_qwen2(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:
+    """Build a Qwen2-shaped dense model in eval mode, float32: biases on queries, keys, values."""
+    return _filled(Qwen2ForCausalLM, Qwen2Config(**{**_attention(layers, tie), **overrides}), seed)
 
 
 def tiny_llama(seed: int = 0, layers: int = 4, tie: bool = False, **overrides: Any) -> Any:

@@ -19,11 +19,11 @@ from octopus_trl.models import attention
 from octopus_trl.models.backbone import Backbone
 from octopus_trl.models.llama import LLAMA
 from octopus_trl.models.mamba2 import BAMBA, GRANITE
-from octopus_trl.models.qwen import QWEN3, QWEN3_5
+from octopus_trl.models.qwen import QWEN2, QWEN3, QWEN3_5
 from octopus_trl.models.qwen_moe import QWEN3_5_MOE, QWEN3_MOE
 from octopus_trl.models.spec import ModelSpec, read_spec
 
-BACKBONES = (QWEN3_5, QWEN3_5_MOE, QWEN3, QWEN3_MOE, BAMBA, GRANITE, LLAMA)
+BACKBONES = (QWEN3_5, QWEN3_5_MOE, QWEN3, QWEN3_MOE, QWEN2, BAMBA, GRANITE, LLAMA)
 
 # A pass brings its own visibility; the model must not build a mask from scattered positions. Models
 # whose config names layer kinds take one mask a kind; the others take a mask of four dimensions as

@@ -1,9 +1,10 @@
-"""Qwen3.5 (Gated DeltaNet hybrid) and dense Qwen3."""
+"""Qwen3.5 (Gated DeltaNet hybrid), dense Qwen3 and Qwen2."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5Attention,
@@ -36,3 +37,4 @@ QWEN3_5 = Backbone(
     recurrent_sizes=delta_sizes,
 )
 QWEN3 = Backbone(causal_lm=Qwen3ForCausalLM, attention=Qwen3Attention)
+QWEN2 = Backbone(causal_lm=Qwen2ForCausalLM, attention=Qwen2Attention)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octopus_trl.models import unwrap
 from octopus_trl.models.packed import PackedRow
@@ -80,9 +80,10 @@ class ModelFlops:
         chosen = getattr(unwrap(model).config, "num_experts_per_tok", 0)
         for module in model.modules():
             if not isinstance(module, nn.Linear):
+                experts = int(getattr(module, "num_experts", 0))
                 for weight in module.parameters(recurse=False):
-                    if weight.ndim == 3 and hasattr(module, "num_experts"):
-                        size = _size(weight) * chosen // module.num_experts
+                    if weight.ndim == 3 and experts:
+                        size = _size(weight) * chosen // experts
                         linear += size
                         trained += size if weight.requires_grad else 0
                 continue
@@ -163,7 +164,7 @@ class Speed:
         self._clear()
 
 
-def _size(weight: nn.Parameter) -> int:
+def _size(weight: Tensor) -> int:
     """Count a weight's elements; ZeRO-3 leaves an empty shell of it and says its size."""
     return int(getattr(weight, "ds_numel", weight.numel()))
 

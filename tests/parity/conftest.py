@@ -20,6 +20,7 @@ from tests.tiny import (
     tiny_hybrid,
     tiny_hybrid_moe,
     tiny_llama,
+    tiny_qwen2,
 )
 
 
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Built] = {
     "hybrid-moe": (lambda: tiny_hybrid_moe(0), None),
     "dense": (lambda: tiny_dense(0), (1, 2)),
     "dense-moe": (lambda: tiny_dense_moe(0), (1, 2)),
+    "qwen2": (lambda: tiny_qwen2(0), (1, 2)),
     "llama": (lambda: tiny_llama(0), (1, 2)),
     "bamba": (lambda: tiny_bamba(0), None),
     "granite": (lambda: tiny_granite(0), None),
