@@ -76,7 +76,11 @@ def main() -> None:
     check_readings(asked.readings)
     lines = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
     stamp = circumstances()
-    command = " ".join(["python", "scripts/mechanism.py", *map(shlex.quote, sys.argv[1:])])
+    words = sys.argv[1:]
+    if "--out" in words:  # where a line is kept is no part of what it says
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    command = " ".join(["python", "scripts/mechanism.py", *map(shlex.quote, words)])
     lines = [{**line, "command": command, **stamp} for line in lines]
     for line in lines:
         print(json.dumps(line))
@@ -91,9 +95,10 @@ def circumstances() -> dict[str, Any]:
     """Give what a line's figures were measured on."""
     call = ["git", "rev-parse", "--short", "HEAD"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
+    num = torch.get_num_threads()
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {
-        "hardware": f"{where}, {torch.get_num_threads()} threads, float32",
+        "hardware": f"{where}, {num} {'thread' if num == 1 else 'threads'}, float32",
         "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),
         "commit": done.stdout.strip() or None,
     }

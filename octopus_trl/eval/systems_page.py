@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.eval.extra_kv import PASTES
 
 Line = Mapping[str, Any]
 KINDS = ("episodes", "crossings", "probes")
@@ -17,7 +18,7 @@ FILE = "mechanism.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure's row: how it is shown, and what the paper says of it by reading or setting."""
+    """A figure's row: what it is called, how it is shown, and what the paper says of it."""
 
     name: str
     form: str
@@ -33,31 +34,41 @@ Written by `python scripts/mechanism.py table --write` from the `mechanism.jsonl
 of 9M parameters in a made-up world, or a pretrained model of 135M parameters on made-up passages,
 on CPU cores. Paper figures are the Octopus report's own, of Qwen3.5-4B on web search."""
 
+SWAPPED = """\
+The shipped policy (`data/policy/tiny-hybrid`) was warm-started under a mount with a jump and under
+nothing else. The other rows swap the setting at test time on the same weights, questions and seeds
+(`python scripts/evaluate.py --episodes 150 FLAGS --output runs/systems/NAME`); the paper's systems
+were trained as they run, so that its figures and these answer different questions."""
 # Settings of `scripts/evaluate.py` on one set of weights, in the order of the page.
 SETTINGS: dict[str, tuple[str, str]] = {
-    "mount-jump": ("`exchange: mount`, `position: jump`", "49.6 % (bcp-octopus)"),
-    "mount-unshifted": ("`position: unshifted`", "–"),
-    "mount-rerotate": ("`position: rerotate`", "–"),
-    "mount-reencode": ("`position: reencode`", "–"),
-    "splice": ("`exchange: splice`", "–"),
-    "transcript": ("`exchange: transcript`", "–"),
-    "summary": ("`exchange: summary`", "37.1 % (bcp-summary, trained so)"),
-    "flat": ("`agent: flat`", "26.0 % (bcp-flat-32k, trained so)"),
-    "compact": ("`agent: compact`, window 512", "–"),
-    "hidden": ("`tools_exposed: false`", "–"),
-    "no-fork": ("`--disable fork`", "29.1 % (fork-disabled)"),
+    "mount-jump": ("none: `exchange: mount`, `position: jump`", "49.6 % (bcp-octopus)"),
+    "mount-unshifted": ("`--position unshifted`", "–"),
+    "mount-rerotate": ("`--position rerotate`", "–"),
+    "mount-reencode": ("`--position reencode`", "–"),
+    "splice": ("`--exchange splice`", "–"),
+    "transcript": ("`--exchange transcript`", "–"),
+    "summary": ("`--exchange summary`", "37.1 % (bcp-summary)"),
+    "flat": ("`--agent flat`", "26.0 % (bcp-flat-32k)"),
+    "compact": ("`--recipe recipes/tiny-hybrid/grpo/config_compact.yaml`", "–"),
+    "hidden": ("`--tools-exposed false`", "–"),
+    "no-fork": ("`--disable fork`", "50.8 → 29.1 % (fork-disabled)"),
 }
 EPISODES = {
-    "hijack": Row("next turns that pursue the sibling's task", "{:.1%}"),
-    "mounts": Row("mounts an episode", "{:.2f}"),
-    "mounts_ahead": Row("mounts with the sibling ahead", "{:.1%}"),
-    "extra_kv_share": Row("extra KV, share of what was read", "{:.0%}"),
+    "hijack": Row(
+        "next turns that pursue the sibling's task",
+        "{:.1%}",
+        "57.9 % transcript; 55.2 % splice; 2.7 % mount",
+    ),
+    "mounts": Row("mounts an episode", "{:.2f}", "23.9"),
+    "mounts_ahead": Row("mounts with the sibling ahead", "{:.1%}", "52 %"),
+    "extra_kv_share": Row(
+        "extra KV, share of what was read", "{:.0%}", "+100 % transcript, splice; 0 mount"
+    ),
     "extra_kv_tokens": Row("extra KV, tokens an episode", "{:.0f}"),
     "extra_kv_pages": Row("extra KV, pages of 16 an episode", "{:.1f}"),
     "kl_live": Row("rollout-training KL, live mounts", "{:.2g}", "4.45e-4"),
     "kl_dropped": Row("the same, mounts dropped", "{:.2g}", "0.0142"),
 }
-HIJACK_PAPER = {"transcript": "57.9 %", "splice": "55.2 %", "mount-jump": "2.7 %"}
 READING_ROWS = {
     "answer_nll": Row("answer, nats", "{:.2f}"),
     "retained_information": Row("retained information", "{:.1%}"),
@@ -126,7 +137,12 @@ def page(lines: Sequence[Line]) -> str:
     parts = [HEAD]
     episodes = {line["name"]: line for line in lines if line["kind"] == "episodes"}
     if episodes:
-        parts += ["## One policy under every setting", _systems(episodes), _drawn(episodes)]
+        parts += [
+            "## One policy under every setting",
+            SWAPPED,
+            _systems(episodes),
+            _drawn(episodes),
+        ]
     groups: dict[tuple[Any, ...], list[Line]] = {}
     for line in lines:
         if line["kind"] != "episodes":
@@ -163,40 +179,26 @@ def _key(line: Line) -> tuple[Any, ...]:
 
 def _systems(episodes: Mapping[str, Line]) -> str:
     rows = [
-        "| setting | right, held-out questions | n | paper, BrowseComp-Plus |",
-        "|---|---|---|---|",
+        "| flags | name | right, held-out questions | n | paper, BrowseComp-Plus |",
+        "|---|---|---|---|---|",
     ]
     for name, (text, paper) in SETTINGS.items():
         if name in episodes:
             line = episodes[name]
-            rows.append(f"| {text} | {_show(line, 'accuracy', '{:.1%}')} | {line['n']} | {paper} |")
+            shown = _show(line, "accuracy", "{:.1%}")
+            rows.append(f"| {text} | `{name}` | {shown} | {line['n']} | {paper} |")
     return "\n".join(rows)
 
 
 def _drawn(episodes: Mapping[str, Line]) -> str:
-    names = [name for name in SETTINGS if name in episodes]
-    names = [
-        name for name in names if episodes[name]["figures"]["mounts"]["value"] or _pastes(name)
-    ]
+    reads = {name for name, line in episodes.items() if line["figures"]["mounts"]["value"]}
+    names = [name for name in SETTINGS if name in episodes and name in {*reads, *PASTES}]
     rows = ["| figure | paper | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     for key, row in EPISODES.items():
-        paper = row.paper
-        if key == "hijack":
-            paper = "; ".join(f"{text} {name}" for name, text in HIJACK_PAPER.items())
-        elif key == "mounts_ahead":
-            paper = "52 %"
-        elif key == "mounts":
-            paper = "23.9"
-        elif key == "extra_kv_share":
-            paper = "+100 % transcript, splice; 0 mount"
         cells = [_show(episodes[name], key, row.form) for name in names]
-        rows.append(f"| {row.name} | {paper} | " + " | ".join(cells) + " |")
+        rows.append(f"| {row.name} | {row.paper} | " + " | ".join(cells) + " |")
     lines = [episodes[name] for name in names]
     return "\n".join(rows) + "\n\n" + _how(lines)
-
-
-def _pastes(name: str) -> bool:
-    return name in ("transcript", "summary")
 
 
 def _readings(group: Sequence[Line]) -> str:
