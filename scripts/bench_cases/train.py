@@ -58,8 +58,8 @@ def run(setting: Setting) -> Iterator[Line]:
         for name in SHAPES:
             mix = read(path_of(name)).shortened(setting.sizes.train_scale)
             trace = trace_of(mix, base.config.vocab_size)
-            tokens = (1 + REPEATS) * sum(trace.lengths) * (1 + dedup_ratio(trace))
-            needed = tokens / rate if rate else 0.0
+            once = sum(trace.lengths) / rate if rate else 0.0
+            needed = sum((1 + timed_calls(s)) * s for s in (once, once * dedup_ratio(trace)))
             if not setting.fits(needed):
                 yield Line.not_run(name, setting.out_of_budget(needed))
                 continue
@@ -243,8 +243,13 @@ def measured(setting: Setting, call: Callable[[], Any]) -> tuple[float, float]:
     cuda = setting.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = min(sample_s(call, repeats=1 if first.value > LONG_S else REPEATS))
+    seconds = min(sample_s(call, repeats=timed_calls(first.value)))
     return seconds, torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
+
+
+def timed_calls(seconds: float) -> int:
+    """Say how often a call of that length is timed, after one that does not count."""
+    return 1 if seconds > LONG_S else REPEATS
 
 
 def longest_row(setting: Setting, model: Any, flops: UpdateFlops, rate: float) -> Iterator[Line]:
