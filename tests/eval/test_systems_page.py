@@ -36,8 +36,8 @@ def line(reading: str, seed: int = 0, **figures: tuple[float, float, float]) -> 
 
 
 def episodes(name: str, accuracy: float) -> dict[str, Any]:
-    figures = dict.fromkeys(("accuracy", "mounts", "hijack"), (accuracy, 0.1, 0.9))
-    one = line("none", **figures)
+    bounds = (accuracy, 0.1, 0.9)
+    one = line("none", accuracy=bounds, mounts=bounds, hijack=bounds)
     del one["reading"], one["probes"], one["mount_layers"]
     return {**one, "kind": "episodes", "name": name}
 
