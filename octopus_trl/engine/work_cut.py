@@ -52,7 +52,9 @@ def cut(
     text, begin = _even(slots, np.where(tiles > 1, length, 2.0**40))
     single = np.flatnonzero(tiles == 1)
     ends = np.cumsum(costs[single])
-    places = np.arange(length, ends[-1], length) if len(single) else np.empty(0)
+    whole = float(ends[-1]) if len(single) else 0.0
+    places = np.arange(length, whole, length)
+    places = places[places < whole]  # rounding may have added the end itself
     which = np.searchsorted(ends, places, side="right")
     inside = places - (ends[which] - costs[single[which]])
     found = single[which]

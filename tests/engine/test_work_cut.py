@@ -78,3 +78,11 @@ def test_a_pass_without_text_has_no_item() -> None:
     nothing = np.empty(0, dtype=np.int64)
     text, begin = cut(nothing, nothing, per_tile=4, programs=33, share=0.5, chunk=None)
     assert len(text) == len(begin) == len(order_of(nothing, nothing > 0)) == 0
+
+
+def test_a_last_cut_that_rounds_to_the_end_of_all_text_is_left_out() -> None:
+    """14 shares of a seventh: their sum may be the whole cost, where no text is left to cut."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        slots = rng.integers(1, 40_000, 31)
+        items_of(slots, np.ones(31, dtype=np.int64), programs=7)
