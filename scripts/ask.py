@@ -63,7 +63,10 @@ def main() -> None:
         page_tokens=config.page_tokens,
     )
     runner = EpisodeRunner(
-        Engine(load_policy(asked.model, asked.adapter), page_size=16), tokenizer, corpus, config
+        Engine(load_policy(asked.model, asked.adapter, asked.recipe), page_size=16),
+        tokenizer,
+        corpus,
+        config,
     )
     grown = GrowingTree(asked.question)
     console = Console(highlight=False)

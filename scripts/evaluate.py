@@ -86,7 +86,10 @@ def main() -> int:
     )
     tools = RecordingTools(corpus)
     runner = EpisodeRunner(
-        Engine(load_policy(asked.model, asked.adapter), page_size=16), tokenizer, tools, config
+        Engine(load_policy(asked.model, asked.adapter, asked.recipe), page_size=16),
+        tokenizer,
+        tools,
+        config,
     )
     with Counter() as counter:
         evaluation.run(runner, tools, seed=asked.seed, tell=counter)

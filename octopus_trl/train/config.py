@@ -299,6 +299,8 @@ def parse_mount_layers(value: Any) -> Any:
         return value
     parts = value.split(",") if isinstance(value, str) else value
     try:
+        if any(isinstance(part, (bool, float)) for part in parts):
+            raise TypeError
         return [int(part) for part in parts]
     except (TypeError, ValueError):
         raise ConfigError(

@@ -21,6 +21,7 @@ from trl import TrlParser
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import prepare_model
+from octopus_trl.train.config import parse_mount_layers
 
 
 class RecipeParser(TrlParser):
@@ -102,21 +103,39 @@ def load_pretrained(load: Callable[..., Any], setting: str, name: str, **options
         ) from None
 
 
-def load_policy(model: str, adapter: str | None = None) -> Any:
+def load_policy(model: str, adapter: str | None = None, recipe: str | None = None) -> Any:
     """Load a prepared policy for drawing, on the GPU in bfloat16 if there is one.
 
     Args:
         model: folder or hub name, the setting `--model`.
         adapter: folder or hub name of a LoRA adapter on it, the setting `--adapter`.
+        recipe: YAML file whose `mount_layers` hold, which a dense model needs; the setting
+            `--recipe`.
     Raises:
-        ConfigError: there is none of that name, its files are broken, or its class has no mixers.
+        ConfigError: there is none of that name, its files are broken, its class has no mixers, or
+            the mount layers do not fit it.
     """
+    layers = "attention" if recipe is None else _mount_layers_of(recipe)
     on_gpu = torch.cuda.is_available()
     dtype = torch.bfloat16 if on_gpu else torch.float32
     policy = load_pretrained(AutoModelForCausalLM.from_pretrained, "--model", model, dtype=dtype)
     if adapter:
         policy = load_pretrained(partial(PeftModel.from_pretrained, policy), "--adapter", adapter)
-    return prepare_model(policy.to("cuda" if on_gpu else "cpu")).eval()
+    return prepare_model(policy.to("cuda" if on_gpu else "cpu"), mount_layers=layers).eval()
+
+
+def _mount_layers_of(recipe: str) -> Any:
+    """Read the mount layers of a recipe, "attention" where it names none.
+
+    Raises:
+        ConfigError: the file cannot be read, or its layers cannot.
+    """
+    try:
+        read = yaml.safe_load(Path(recipe).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--recipe {recipe}: cannot be read ({error})") from error
+    named = read.get("mount_layers", "attention") if isinstance(read, dict) else "attention"
+    return parse_mount_layers(named)
 
 
 def read_json(path: str, setting: str) -> Any:

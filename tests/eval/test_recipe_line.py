@@ -14,7 +14,10 @@ from octopus_trl.eval.recipe_line import (
     with_mount_layers,
     write_mount_layers,
 )
-from octopus_trl.train.config import parse_mount_layers
+from octopus_trl.models import spec_of
+from octopus_trl.train.config import OctopusGRPOConfig, parse_mount_layers
+from octopus_trl.train.startup import RecipeParser, load_policy
+from tests.tiny import tiny_dense
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,8 +54,23 @@ def test_every_shipped_recipe_takes_the_line() -> None:
         assert set(new.splitlines()) - set(text.splitlines()) == {mount_line([2, 5])}
 
 
-def test_a_recipe_reads_the_line_as_layers() -> None:
-    assert parse_mount_layers(yaml.safe_load(mount_line([3, 7]))["mount_layers"]) == [3, 7]
+def test_training_and_evaluation_read_the_line_as_layers(tmp_path: Path) -> None:
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n{mount_line([1, 2])}\n")
+    (args,) = RecipeParser([OctopusGRPOConfig]).parse_args_and_config(["--config", str(recipe)])
+    assert args.mount_layers == [1, 2]
+    model = tiny_dense(0)
+    model.save_pretrained(tmp_path / "dense")
+    policy = load_policy(str(tmp_path / "dense"), recipe=str(recipe))
+    assert spec_of(policy).mount_layers == (1, 2)
+    with pytest.raises(ConfigError, match="give layer indices"):
+        load_policy(str(tmp_path / "dense"))
+
+
+@pytest.mark.parametrize("value", [[1.5], [True], [None], "3,x", "", 7, {"a": 1}])
+def test_what_is_no_list_of_layers_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="must be attention or layer indices"):
+        parse_mount_layers(value)
 
 
 def test_a_file_is_written_whole(tmp_path: Path) -> None:
