@@ -21,7 +21,7 @@ from octopus_trl.agent.effects import awaited_have_ended, plan_turn, run_agenda
 from octopus_trl.agent.pool import PoolCall, ToolPool
 from octopus_trl.agent.recorder import Recorder
 from octopus_trl.agent.thread import Agenda, Status, Thread
-from octopus_trl.agent.tools import Result, ToolCall, ToolSpec, run_corpus_tool
+from octopus_trl.agent.tools import CORPUS_TOOLS, Result, ToolCall, ToolSpec, run_corpus_tool
 from octopus_trl.errors import BudgetExceeded, ConfigError, IntegrityError, PoolExhausted
 from octopus_trl.protocols import EngineLike, Finished, SearchBackend
 from octopus_trl.trace import Trace
@@ -116,10 +116,11 @@ class Episode:
 
     def abort(self, error: BaseException) -> None:
         """End the episode because something outside its threads failed."""
-        root = self.threads.get(0)
-        if root is not None and not root.ended:
-            self.end(root, "failed", reason=f"{type(error).__name__}: {error}")
-        self._settle()
+        self._stop("failed", f"{type(error).__name__}: {error}")
+
+    def cut(self, reason: str) -> None:
+        """End the episode where it stands; what turns in flight have drawn stays on the record."""
+        self._stop("cut", reason)
 
     def trace(self) -> Trace:
         """Give the record; complete once `done`."""
@@ -190,7 +191,7 @@ class Episode:
             child.base_tokens = child.num_tokens = parent.num_tokens
             child.agenda = Agenda(results=[Result(text)])
         self._newborn.append(child)
-        self.note("fork", parent, child=child.id, segment=parent.head)
+        self.note("fork", parent, child=child.id, segment=parent.head, task=task)
         return child
 
     def write_prompt(self, thread: Thread, prompt: list[int]) -> None:
@@ -248,12 +249,17 @@ class Episode:
         ended = run_agenda(self, thread, agenda)
         if not ended and not thread.ended:  # it waits
             return False
+        asked = [
+            call.arguments if isinstance(call, ToolCall) and call.name in CORPUS_TOOLS else None
+            for call in agenda.calls
+        ]
         self.note(
             "turn",
             thread,
             turn=thread.turn,
             segment=thread.head,
             calls=[list(pair) for pair in zip(agenda.names, agenda.outcomes)],
+            **({"arguments": asked} if any(asked) else {}),
         )
         if thread.ended:
             return False
@@ -320,6 +326,12 @@ class Episode:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, siblings go on
             self.end(thread, "failed", reason=f"{type(error).__name__}: {error}")
+
+    def _stop(self, status: Status, reason: str) -> None:
+        root = self.threads.get(0)
+        if root is not None and not root.ended:
+            self.end(root, status, reason=reason)
+        self._settle()
 
     def _settle(self) -> None:
         """Once the root has ended, end the rest and give everything back."""

@@ -84,6 +84,7 @@ class EpisodeRunner:
         on_trace: Callable[[Trace], None] | None = None,
         on_event: EventSink | None = None,
         unreadable: Sequence[Collection[int]] | None = None,
+        stop: Callable[[], str | None] | None = None,
     ) -> list[Trace]:
         """Run `group_size` episodes of each example.
 
@@ -94,9 +95,12 @@ class EpisodeRunner:
             on_trace: called with each episode as it ends, so that an interruption loses none.
             on_event: called with an episode's id and each of its events as it happens.
             unreadable: for each example the threads that nobody may read, for counterfactuals.
+            stop: asked before each step of the engine; a reason ends every live episode as `cut`,
+                and no other begins.
 
         Returns:
             Traces, rollouts of one example adjacent, in the order of `examples`; reward unset.
+            After a stop those of the episodes that had begun.
 
         Raises:
             ConfigError: group_size below 1, or an example without a question.
@@ -114,6 +118,9 @@ class EpisodeRunner:
                     if not run.begin(waiting[0]):
                         break
                     waiting.popleft()
+                if stop is not None and (reason := stop()) is not None:
+                    waiting.clear()
+                    run.cut(reason)
                 run.turn()
                 for episode in run.take_done():
                     trace = traces[episode.id] = episode.trace()
@@ -121,7 +128,7 @@ class EpisodeRunner:
                         on_trace(trace)
         finally:
             run.close()
-        return [traces[episode_id] for episode_id in order]
+        return [traces[episode_id] for episode_id in order if episode_id in traces]
 
     def _plan(
         self,
@@ -231,6 +238,11 @@ class _Run:
                 if not episode.done:
                     episode.abort(RuntimeError("nothing is left that could wake its threads"))
         self._tell()
+
+    def cut(self, reason: str) -> None:
+        """End every live episode where it stands."""
+        for episode in self.live.values():
+            self._attempt(episode, episode.cut, reason)
 
     def take_done(self) -> list[Episode]:
         """Give the episodes that ended and forget them."""

@@ -424,6 +424,42 @@ def test_an_interruption_keeps_what_has_ended_and_gives_the_rest_back() -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("config", [SMALL, LIVE], ids=["rounds", "live"])
+@pytest.mark.parametrize("steps", [1, 2, 7, 23, 24])
+def test_a_stop_at_any_step_gives_whole_traces_of_what_had_begun(
+    config: RolloutConfig, steps: int
+) -> None:
+    runner, engine = runner_of(dataclasses.replace(config, max_live_episodes=3))
+    asked = iter(range(1, 1 + steps))
+    told: list[Any] = []
+    traces = runner.run(
+        questions(12),
+        on_event=lambda _, event: told.append(event),
+        stop=lambda: None if next(asked) < steps else "its time is up",
+    )
+    assert next(asked, None) is None
+    assert (engine.num_open, engine.has_work) == (0, False)
+    assert 3 <= len(traces) < 12
+    roots = [next(e for e in t.events if e["type"] == "end" and e["thread"] == 0) for t in traces]
+    for trace in traces:
+        trace.check()
+        assert all(thread.status != "running" for thread in trace.threads)
+    stopped = [end for end in roots if end.get("reason") == "its time is up"]
+    assert 1 <= len(stopped) <= 3
+    assert {end["status"] for end in stopped} == {"cut"}
+    assert all(end in told for end in stopped)
+
+
+def test_a_turn_that_a_stop_cuts_keeps_what_it_had_drawn() -> None:
+    runner, engine = runner_of(policy=says("a long thought that goes on"))
+    cancel = engine.cancel
+    engine.cancel = lambda ticket: (cancel(ticket), ([65, 66], [-0.5, -0.25]))[1]  # type: ignore[method-assign]
+    reasons = iter([None, "enough"])
+    (trace,) = runner.run(questions(1), stop=lambda: next(reasons))
+    last = trace.check().segments[-1]
+    assert (last.kind, last.tokens, last.logps) == ("action", [65, 66], [-0.5, -0.25])
+
+
 def test_a_lost_turn_does_not_hang_the_run() -> None:
     runner, engine = runner_of(policy=says("thinking"))
     submit = engine.submit
