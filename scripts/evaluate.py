@@ -42,7 +42,7 @@ from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_
 from octopus_trl.eval.grader import AnswerReward
 from octopus_trl.eval.judge_choice import JudgeSettings
 from octopus_trl.eval.paired import compare
-from octopus_trl.eval.policy_settings import rollout_settings
+from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
 from octopus_trl.eval.records import read_records
 from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
@@ -55,10 +55,7 @@ QUIET = (
     *("output", "live", "limit", "compare", "browsecomp_runs"),
     *("judge_url", "judge_device", "search_url", "index", "search_user", "backend"),
 )
-SYSTEMS = ("agent", "exchange", "position")
-LIMITS = ("window", "max_depth", "max_turns", "max_new_tokens", "search_k")
 TELL_EVERY_S = 15.0
-TRUTH = {"true": True, "false": False}
 
 
 def main() -> int:
@@ -135,16 +132,7 @@ def arguments() -> argparse.Namespace:
     add("--episodes", type=int, default=200, help="questions that a world makes")
     add("--limit", type=int, help="ask only the first N questions; more may be asked later")
     add("--temperature", type=float, default=1.0)
-    add("--disable", nargs="*", default=[], help="tools whose calls are refused")
-    for name in SYSTEMS:
-        add(f"--{name}", help="the system that runs: see octopus_trl/agent/systems.py")
-    add(
-        "--tools-exposed",
-        choices=list(TRUTH),
-        help="whether the prompt names the primitives (--disable names and refuses them)",
-    )
-    for name in LIMITS:
-        add(f"--{name.replace('_', '-')}", type=int, help="see docs/config.md")
+    add_rollout_flags(parser)
     add("--k1", type=float, default=0.9)
     add("--b", type=float, default=0.4)
     add("--snippet-tokens", type=int, default=512)
@@ -167,10 +155,8 @@ def arguments() -> argparse.Namespace:
 def settings_of(asked: argparse.Namespace, *, world: bool) -> RolloutConfig:
     """Give how episodes run: as the recipe says, with what was given by hand."""
     given = {
-        **{name: getattr(asked, name) for name in (*SYSTEMS, *LIMITS)},
-        "tools_exposed": TRUTH.get(asked.tools_exposed),
+        **given_settings(asked),
         "temperature": asked.temperature,
-        "disabled_tools": tuple(asked.disable),
         "max_live_episodes": asked.live,
     }
     return RolloutConfig(**rollout_settings(world=world, recipe=asked.recipe, given=given))
