@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from octopus_trl.agent.corpus import CORPUS_FILE
+from octopus_trl.agent.corpus import CORPUS_FILE, read_questions
 from octopus_trl.agent.search import Bm25Backend
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.seal_join import SLOT, WORLD_FILE, World, WorldConfig
@@ -84,6 +84,25 @@ def load_world(folder: str | Path, **settings: Any) -> SealJoinBackend:
             "one seed; run scripts/build_world.py again"
         )
     return SealJoinBackend(base, world)
+
+
+def asked_row(folder: str | Path, question: str) -> dict[str, Any]:
+    """Give the row of a world's question files that asks this, for `bind` to fill the pages from.
+
+    Raises:
+        ConfigError: none does; names a question that one asks.
+    """
+    known = ""
+    for path in sorted(Path(folder).glob("questions*.jsonl")):
+        for row in read_questions(path):
+            known = known or row["question"]
+            if row["question"].split() == question.split():
+                return row
+    raise ConfigError(
+        f"{folder} is a small world, whose pages are filled in for its own questions: none of its "
+        f"questions*.jsonl asks {question!r}; ask one of theirs"
+        + (f", like {known!r}" if known else "")
+    )
 
 
 def is_world(folder: str | Path) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octopus_trl.report.growing import GrowingTree
+from octopus_trl.report.growing import GrowingTree, Tail
 from tests.report.large_episode import large_episode
 
 EVENTS: list[dict[str, Any]] = [
@@ -116,6 +116,78 @@ def test_a_long_result_is_cut_and_an_unknown_event_changes_nothing() -> None:
     text = grown_from(end, turn)
     assert 200 < text.count("x") <= 300
     assert grown_from(end, turn, {"type": "paused", "thread": 0}) == text
+
+
+def lines_of(*events: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    grown = GrowingTree("q", lines.append)
+    for event in events:
+        grown.feed(event)
+    return lines
+
+
+def test_lines_say_what_the_tree_says_indented_by_depth() -> None:
+    lines = lines_of(
+        {"type": "fork", "thread": 0, "child": 1, "task": "find [it]"},
+        {"type": "fork", "thread": 1, "child": 2},
+        *EVENTS[1:],
+        {"type": "end", "thread": 2, "status": "cut", "reason": "turns"},
+    )
+    assert lines == [
+        "  thread 1 forked by thread 0: find [it]",
+        "    thread 2 forked by thread 1",
+        "thread 0: fork, open (refused)",
+        "thread 0: waits for 1",
+        "  thread 1: commit; result [bold]it[/bold]",
+        "thread 0: read_thread; mounts 65 tokens of thread 1",
+        "    thread 2 cut: its turns are used up",
+    ]
+
+
+def test_no_text_of_a_model_makes_a_line_of_its_own() -> None:
+    task = "a\nthread 0 committed\r\u2028b\x1b[2J" + "x" * 9000
+    (line,) = lines_of({"type": "fork", "thread": 0, "child": 1, "task": task})
+    assert line.startswith("  thread 1 forked by thread 0: a thread 0 committed b\ufffd[2J")
+    assert len(line.splitlines()) == 1
+    assert len(line) < 310
+
+
+def test_what_was_searched_for_and_opened_stands_with_the_call() -> None:
+    calls = [["search", "ok"], ["fork", "ok"], ["open", "failed"], ["search", "ok"]]
+    given = [
+        {"query": "north\x9bgate"},
+        None,
+        {"docid": "VQF", "page": 2},
+        {"query": "y" * 500},
+    ]
+    event = {"type": "turn", "thread": 0, "calls": calls, "arguments": given}
+    (line,) = lines_of(event)
+    assert line.startswith('thread 0: search("north\ufffdgate"), fork, open("VQF", 2) (failed), ')
+    assert line.count("y") == 79
+    assert 'open("VQF", 2) (failed)' in grown_from(event).replace("\n", " ")
+
+
+def test_a_thread_keeps_its_task_when_it_ends() -> None:
+    text = grown_from(
+        {"type": "fork", "thread": 0, "child": 1, "task": "find it"},
+        {"type": "end", "thread": 1, "status": "cut", "reason": "turns"},
+    )
+    assert "thread 1 (cut): find it" in text
+
+
+@pytest.mark.parametrize(("whole", "first"), [(False, "turn 29"), (True, "q")])
+def test_a_small_screen_shows_the_last_lines_until_all_are_wanted(whole: bool, first: str) -> None:
+    grown = GrowingTree("q")
+    for number in range(1, 33):
+        grown.feed({"type": "turn", "thread": 0, "calls": [[f"turn {number}", "ok"]]})
+    tail = Tail(grown.tree)
+    tail.whole = whole
+    console = Console(width=60, height=5, record=True, file=io.StringIO())
+    console.print(tail)
+    lines = console.export_text().splitlines()
+    assert lines[0].endswith(first)
+    assert lines[-1].endswith("turn 32")
+    assert len(lines) == (34 if whole else 4)
 
 
 def test_every_thread_of_a_large_episode_is_in_the_tree_once() -> None:
