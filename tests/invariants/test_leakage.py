@@ -12,12 +12,15 @@ from torch import Tensor
 from octopus_trl import Trace, prepare_model, score_traces
 from octopus_trl.trace import Segment, ThreadRecord
 from tests import tolerances
-from tests.tiny import VOCAB, random_trace, tiny_dense, tiny_hybrid
+from tests.tiny import VOCAB, random_trace, tiny_dense, tiny_hybrid, tiny_hybrid_moe
 
 MODELS = {
     "hybrid": prepare_model(tiny_hybrid(0)).requires_grad_(False),
     "dense": prepare_model(tiny_dense(0), mount_layers=[1, 3]).requires_grad_(False),
+    "hybrid-moe": prepare_model(tiny_hybrid_moe(0)).requires_grad_(False),
 }
+# Grouped products of experts depend on which rows share them, to the last bit; these do not.
+MODELS["hybrid-moe"].set_experts_implementation("batched_mm")
 EACH = pytest.mark.parametrize("name", MODELS)
 
 
