@@ -4,8 +4,8 @@ The share is ours to define, the paper gives the figure alone. A *next turn* is 
 turn after one whose `read_thread` gave it something. It pursues the sibling's task where one of its
 calls does, by the words and pages of what the two threads work on:
 
-- a thread's *words* are those of its task (a root's: its question), less what it handed on in the
-  tasks that it gave its children, and those of its queries;
+- a thread's *words* are those of its task (a root's: its question), less what it has handed on in
+  the tasks that it gave its children, and those of its queries;
 - its *pages* are the documents that it opened;
 - `search` and `fork` pursue the sibling's task if more of their words are the sibling's alone than
   are the reader's alone, `open` if the page is one of the sibling's and none of the reader's. The
@@ -80,14 +80,21 @@ class NextTurn:
 class _Trail:
     """What a thread works on: words and pages."""
 
-    words: set[str] = field(default_factory=set)
+    task: set[str]
+    queries: set[str] = field(default_factory=set)
     pages: set[str] = field(default_factory=set)
+
+    @property
+    def words(self) -> set[str]:
+        return self.task | self.queries
 
     def add(self, calls: Sequence[RawCall]) -> None:
         for call in calls:
             name = canonical(call.name)
             if name == "search":
-                self.words |= _words(call.arguments.get("query"))
+                self.queries |= _words(call.arguments.get("query"))
+            elif name == "fork":
+                self.task -= _words(call.arguments.get("task"))
             elif name == "open":
                 self.pages.add(str(call.arguments.get("docid", "")).strip())
 
@@ -123,23 +130,18 @@ def next_turns(trace: Trace, read_calls: ReadCalls) -> Iterator[NextTurn]:
         for segment in trace.segments
         if segment.kind == "action"
     }
-    tasks = {thread.id: thread.task for thread in trace.threads}
-    whole = {thread: _Trail(_words(task)) for thread, task in tasks.items()}
+    question = str(trace.meta.get("question", ""))
+    tasks = {
+        thread.id: question if thread.parent is None else thread.task for thread in trace.threads
+    }
+    whole, own = ({thread: _Trail(_words(task)) for thread, task in tasks.items()} for _ in "wo")
     for segment, calls in calls_of.items():
         whole[trace.segments[segment].thread].add(calls)
-    question = str(trace.meta.get("question", ""))
-    given: dict[int, set[str]] = {}
-    for thread in trace.threads:
-        if thread.parent is not None:
-            given.setdefault(thread.parent, set()).update(_words(thread.task))
-    own = {
-        thread.id: _Trail(
-            _words(question if thread.parent is None else thread.task) - given.get(thread.id, set())
-        )
-        for thread in trace.threads
-    }
+    given: dict[int, set[int]] = {}  # threads that the calls of a turn found something new in
     reads: dict[int, tuple[int, ...]] = {}
     for event in trace.events:
+        if event.get("type") == "read":
+            given.setdefault(event["thread"], set()).add(event["target"])
         if event.get("type") != "turn" or event.get("segment") not in calls_of:
             continue
         thread, segment = event["thread"], event["segment"]
@@ -150,14 +152,16 @@ def next_turns(trace: Trace, read_calls: ReadCalls) -> Iterator[NextTurn]:
                 thread,
                 tuple(trace.segments[segment].tokens),
                 siblings,
-                question if trace.threads[thread].parent is None else tasks[thread],
+                tasks[thread],
                 "\n".join(tasks[sibling] for sibling in siblings),
                 calls,
                 any(_pursues(call, own[thread], other) for call in calls for other in others),
             )
         own[thread].add(calls)
-        if found := tuple(_read_by(event, calls, len(trace.threads))):
-            reads[thread] = found
+        asked, found = _read_by(event, calls, len(trace.threads)), given.pop(thread, set())
+        # A summary is the other's last words; there is no `read` event of one.
+        if siblings := tuple(t for t in asked if t in found or trace.exchange == "summary"):
+            reads[thread] = siblings
 
 
 def judge_with(

@@ -32,7 +32,8 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
     share, spread = successes / trials, Z_95**2 / trials
     centre = share + spread / 2
     half = Z_95 * math.sqrt(share * (1 - share) / trials + spread / (4 * trials))
-    return max(0.0, (centre - half) / (1 + spread)), min(1.0, (centre + half) / (1 + spread))
+    low, high = (centre - half) / (1 + spread), (centre + half) / (1 + spread)
+    return low if successes else 0.0, high if successes < trials else 1.0  # there rounding is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Estimate:
 
     Attributes:
         value: None where it is not defined, as a ratio over nothing.
-        interval: None where the value is, or where a bootstrap sample leaves it undefined.
+        interval: None where the value is, where a bootstrap sample leaves it undefined, or where
+            there is one example alone to draw from.
     """
 
     value: float | None
@@ -67,7 +69,8 @@ def mean(values: Sequence[float]) -> Estimate:
     """Give the mean over examples, with the percentile bootstrap over them."""
     if not len(values):
         return Estimate(None, None, 0)
-    return Estimate(float(np.mean(values)), bootstrap_interval(values), len(values))
+    interval = bootstrap_interval(values) if len(values) > 1 else None
+    return Estimate(float(np.mean(values)), interval, len(values))
 
 
 def share_by_example(parts: Sequence[int], wholes: Sequence[int]) -> Estimate:
@@ -87,7 +90,8 @@ def ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> 
     """Give Σ parts / Σ wholes over examples, with the percentile bootstrap over them.
 
     An example brings its part and its whole together, so that what belongs to one example (turns of
-    an episode, tokens of a probe) is drawn or left as one.
+    an episode, tokens of a probe) is drawn or left as one. Where samples' wholes are not all on one
+    side of 0 the ratio runs through infinity between them and has no interval.
 
     Raises:
         ConfigError: the two are not of one length.
@@ -102,7 +106,7 @@ def ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> 
     generator = np.random.default_rng(seed)
     counts = generator.multinomial(num, np.full(num, 1 / num), size=RESAMPLES)
     sums = counts @ bottom
-    if (sums == 0).any():
+    if num == 1 or sums.min() * sums.max() <= 0:
         return Estimate(value, None, num)
     low, high = np.quantile((counts @ top) / sums, [0.025, 0.975])
     return Estimate(value, (float(low), float(high)), num)

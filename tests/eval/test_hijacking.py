@@ -95,6 +95,31 @@ def test_a_root_that_does_its_childs_work_itself_is_hijacked_by_what_it_gave_awa
     assert own.turn(0, ("search", {"query": "heron"})).share() == 0.0
 
 
+def test_a_root_that_hands_on_what_is_left_of_its_question_is_not() -> None:
+    tasks = {1: (0, "find the mayor of selby"), 2: (0, "find the height of the tower in alder")}
+    story = Story("find the mayor of selby and the height of the tower in alder", tasks)
+    story.turn(0, ("fork", {"task": tasks[1][1]})).turn(0, ("read_thread", {"thread_id": "1"}))
+    assert story.turn(0, ("fork", {"task": tasks[2][1]})).share() == 0.0
+
+
+def test_a_root_that_is_read_has_its_question_less_what_it_gave_away() -> None:
+    tasks = {1: (0, "mayor of selby")}
+    story = Story("mayor of selby, height of the alder tower", tasks)
+    story.turn(0, ("fork", {"task": tasks[1][1]})).turn(1, ("read_thread", {"thread_id": "0"}))
+    story.turn(1, ("search", {"query": "alder tower"}))
+    (turn,) = next_turns(story.trace, calls_of)
+    assert turn.pursues
+    assert turn.sibling_task == story.trace.meta["question"]
+
+
+def test_a_read_that_found_nothing_new_is_no_read() -> None:
+    story = two_children().turn(1, READ)
+    story.trace.events = [event for event in story.trace.events if event["type"] != "read"]
+    assert story.turn(1, ("search", {"query": "selby mayor"})).share() is None
+    story.trace.exchange = "summary"  # its reads have no event
+    assert story.share() == 1.0
+
+
 @pytest.mark.parametrize("call", [("commit", {"result": "selby"}), ("wait_threads", {}), READ])
 def test_what_does_no_work_pursues_nothing(call: Call) -> None:
     assert two_children().turn(1, READ).turn(1, call).share() == 0.0

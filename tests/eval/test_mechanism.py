@@ -176,6 +176,19 @@ def test_a_share_that_is_none_or_all_keeps_an_interval() -> None:
     assert share_by_example([], []) == Estimate(None, None, 0)
 
 
+def test_a_ratio_whose_whole_may_have_either_sign_has_no_interval() -> None:
+    parts, wholes = [1.0, 2.0, 3.0, 4.0], [5.0, -4.0, 3.0, -3.5]
+    assert ratio(parts, wholes) == Estimate(20.0, None, 4)
+    below = ratio(parts, [-2.0, -3.0, -4.0, -5.0])
+    assert below.interval is not None
+    assert below.interval[0] < -10 / 14 < below.interval[1] < 0
+
+
+def test_one_example_tells_nothing_of_the_spread() -> None:
+    assert mean_of([3.0]) == Estimate(3.0, None, 1)
+    assert ratio([1.0], [2.0]) == Estimate(0.5, None, 1)
+
+
 def test_figures_over_nothing_have_no_value() -> None:
     assert ratio([], []) == Estimate(None, None, 0)
     assert ratio([0.0], [0.0]) == Estimate(None, None, 1)
