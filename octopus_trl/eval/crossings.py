@@ -11,7 +11,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from octopus_trl.eval.extra_kv import PASTES
 from octopus_trl.eval.readings import Crossing
+from octopus_trl.maths import dag
 from octopus_trl.trace import Segment, Trace
 
 
@@ -31,7 +33,8 @@ def crossings_of(traces: Sequence[Trace], *, seed: int = 0) -> list[Crossing]:
 
 
 def _crossings(trace: Trace) -> Iterator[Crossing]:
-    chains = {thread.id: _chain(trace, thread.id) for thread in trace.threads}
+    reads = _reads(trace)
+    chains = {thread.id: _chain(trace, thread.id, reads) for thread in trace.threads}
     pairs = [
         (reader, sibling)
         for reader, own in chains.items()
@@ -42,9 +45,9 @@ def _crossings(trace: Trace) -> Iterator[Crossing]:
         own, other = chains[reader], chains[sibling]
         fork = own[0].parent
         assert fork is not None, "pairs have a fork"
-        prompt, _ = trace.linearize(fork)
-        if _reads(trace, fork):
+        if not reads.isdisjoint(dag.ancestors(trace.parents, own[0].id)):
             continue
+        prompt, _ = trace.linearize(fork)
         for turn in range(1, min(_turns(own), _turns(other))):
             at, there = _place(own, turn), _place(other, turn)
             if own[at - 1].kind != "tool" or at < 2:
@@ -64,7 +67,7 @@ def _crossings(trace: Trace) -> Iterator[Crossing]:
             )
 
 
-def _chain(trace: Trace, thread: int) -> list[Segment]:
+def _chain(trace: Trace, thread: int, reads: set[int]) -> list[Segment]:
     """Give a forked thread's live segments since its fork up to its first read."""
     node = trace.threads[thread].head
     chain: list[Segment] = []
@@ -74,18 +77,29 @@ def _chain(trace: Trace, thread: int) -> list[Segment]:
     if node is None:
         return []
     chain.reverse()
-    read = next((at for at, segment in enumerate(chain) if segment.mounts), len(chain))
+    read = next((at for at, segment in enumerate(chain) if segment.id in reads), len(chain))
     return chain[:read]
 
 
-def _reads(trace: Trace, segment: int) -> bool:
-    """Whether a chain has read anything up to a segment."""
-    node: int | None = segment
-    while node is not None:
-        if trace.segments[node].mounts:
-            return True
-        node = trace.segments[node].parent
-    return False
+def _reads(trace: Trace) -> set[int]:
+    """Give the segments that another thread's text came in with: by a mount, or pasted."""
+    pasting: set[int] = set()
+    if trace.exchange in PASTES:
+        pasting = {
+            event["segment"]
+            for event in trace.events
+            if event.get("type") == "turn" and ["read_thread", "ok"] in map(list, event["calls"])
+        }
+    return {
+        segment.id
+        for segment in trace.segments
+        if segment.mounts
+        or (
+            segment.kind == "tool"
+            and segment.parent in pasting
+            and trace.segments[segment.parent].thread == segment.thread
+        )
+    }
 
 
 def _turns(chain: Sequence[Segment]) -> int:

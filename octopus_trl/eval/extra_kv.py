@@ -95,9 +95,9 @@ def _reads(trace: Trace) -> list[tuple[int, int]]:
     told_by: dict[int, int] = {}
     for segment in trace.segments:
         if segment.kind == "tool" and segment.parent is not None:
-            told_by.setdefault(segment.parent, 0)
             if trace.segments[segment.parent].thread == segment.thread:
-                told_by[segment.parent] = len(segment.tokens)
+                # A later one is the note of a rewind to this turn.
+                told_by.setdefault(segment.parent, len(segment.tokens))
     reads = []
     for event in trace.events:
         thread = event.get("thread")

@@ -75,6 +75,22 @@ def test_threads_that_read_say_the_same_or_have_one_turn_make_no_crossing() -> N
     assert crossings_of([read.place()]) == []
 
 
+@pytest.mark.parametrize("exchange", ["transcript", "summary"])
+def test_a_thread_that_was_pasted_its_siblings_text_has_read(exchange: str) -> None:
+    trace = two_workers(3)
+    trace.exchange = exchange
+    turns = [s.id for s in trace.segments if s.thread == 1 and s.kind == "action"]
+    given = {"type": "turn", "thread": 1, "segment": turns[0], "calls": [["read_thread", "ok"]]}
+    trace.events = [given]
+    assert crossings_of([trace]) == []
+    trace.events = [{**given, "segment": turns[1]}]
+    assert {crossings_of([trace], seed=seed)[0].id[-1] for seed in range(20)} == {"1"}
+    trace.events = [{**given, "calls": [["read_thread", "refused"]]}]
+    assert {crossings_of([trace], seed=seed)[0].id[-1] for seed in range(20)} == {"1", "2"}
+    trace.events = [{**given, "thread": 0, "segment": 1}]  # its children do not see that text
+    assert crossings_of([trace])
+
+
 def test_crossings_come_again_with_their_seed() -> None:
     traces = [two_workers(4) for _ in range(12)]
     assert crossings_of(traces, seed=3) == crossings_of(traces, seed=3)

@@ -198,6 +198,13 @@ def test_extra_kv_of_a_read_follows_the_exchange(exchange: str, position: str, t
     json.dumps(figures)
 
 
+def test_the_note_of_a_rewind_is_not_what_a_read_was_told() -> None:
+    story = two_children(exchange="transcript").turn(1, READ, told=55)
+    turn = story.trace.segments[-1].parent
+    story.trace.segments.append(Segment(len(story.trace.segments), 1, turn, "tool", [2] * 5))
+    assert extra_kv([story.trace])["extra_kv_tokens"]["value"] == 55
+
+
 def test_an_episode_without_reads_costs_nothing_and_no_episode_has_no_figure() -> None:
     figures = extra_kv([two_children().turn(1, ("search", {"query": "a"})).trace])
     assert figures["extra_kv_tokens"]["value"] == 0
