@@ -24,7 +24,7 @@ from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
 from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
-from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark
+from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.protocols import SearchBackend
 
 TELL_EVERY_S = 15.0
@@ -121,8 +121,7 @@ def save_questions(options: argparse.Namespace) -> None:
         ConfigError: the benchmark cannot be loaded, or must not be written in clear.
     """
     name = options.questions
-    asked = dict(option.partition("=")[::2] for option in options.loader_options)
-    chosen = load_benchmark(name, options.source, **asked)
+    chosen = load_benchmark(name, options.source, **read_options(options.loader_options))
     if chosen.secret:
         raise ConfigError(
             f"--questions {name}: its questions must not be written in clear; scripts/evaluate.py "

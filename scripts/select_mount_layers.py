@@ -18,7 +18,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import os
 import platform
 import shlex
 import sys
@@ -46,6 +45,7 @@ from octopus_trl.eval.mount_layers import (
 )
 from octopus_trl.eval.probes import Probe, read_probes, station_probes
 from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
+from octopus_trl.eval.records import write_whole
 from octopus_trl.models import spec_of
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last
@@ -98,7 +98,7 @@ def main() -> None:
             "held_out": check.as_json(),
             **circumstances(),
         }
-        write_json(asked.out, result)
+        write_whole(asked.out, json.dumps(result, indent=1) + "\n")
     if asked.recipe is not None:
         write_mount_layers(asked.recipe, path[-1].layers)
         print(f"written to {asked.recipe}", file=sys.stderr)
@@ -256,13 +256,6 @@ def circumstances() -> dict[str, Any]:
         else platform.machine(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
     }
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Write a file all at once or not at all."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.eval.records import write_whole
 
 
 class LayerScores(MutableMapping[str, list[float]]):
@@ -40,9 +41,8 @@ class LayerScores(MutableMapping[str, list[float]]):
                 continue
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written anew: a line that was cut off must not run into the next one.
-        with path.open("w", encoding="utf-8") as stream:
-            stream.write(head + "\n")
-            stream.writelines(_line(key, nll) for key, nll in self._kept.items())
+        lines = [_line(key, nll) for key, nll in self._kept.items()]
+        write_whole(path, "".join([head + "\n", *lines]))
 
     def __getitem__(self, key: str) -> list[float]:
         return self._kept[key]

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.eval.records import write_whole
 
 NAME = "mount_layers"
 
@@ -55,10 +56,7 @@ def write_mount_layers(path: Path, layers: Sequence[int]) -> None:
     Raises:
         ConfigError: see `with_mount_layers`; names the file.
     """
-    new = _with_path(path, layers)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(new, encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, _with_path(path, layers))
 
 
 def check_recipe(path: Path) -> None:

@@ -232,12 +232,13 @@ def _alone(path: Path) -> Iterator[None]:
     """Hold a file for this process: two evaluations in one folder would ask everything twice."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{path}: another evaluation writes there; wait for it, or give another --output"
+            ) from None
         yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"{path}: another evaluation writes there; wait for it, or give another --output"
-        ) from None
     finally:
         os.close(descriptor)
 
