@@ -17,6 +17,7 @@ whose root committed nothing, or whose question has no gold answer, has no branc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -150,7 +151,7 @@ class BranchCredit:
             changes, with_it = found[index], traces[index].reward
             if changes is not None and with_it is not None:
                 # Both through R = 2y − 1; a counterfactual that nobody judged counts as no change.
-                changes[branch] = 2 * (with_it - reward)
+                changes[branch] = 0.0 if math.isnan(reward) else 2 * (with_it - reward)
         return found
 
     def _run_without(

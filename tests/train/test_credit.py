@@ -285,3 +285,16 @@ def test_an_episode_without_a_reward_is_not_run_again() -> None:
     traces = EpisodeRunner(alone.engine, WORDS, None, CONFIG).run([example])
     assert alone._credit_branches([example], traces, 1) == [[{}]]
     assert alone.judged == 0
+
+
+def test_a_counterfactual_that_nobody_judged_changes_nothing_and_no_metric() -> None:
+    class Unjudged(Alone):
+        def _judge(self, inputs: Any, traces: Any) -> tuple[torch.Tensor]:
+            return (torch.full((len(traces),), float("nan"), dtype=torch.float64),)
+
+    alone = Unjudged()
+    example = {"id": "q", "question": "which?", "answers": ["gate"]}
+    traces = EpisodeRunner(alone.engine, WORDS, None, CONFIG).run([example])
+    traces[0].reward = 1.0
+    assert alone._credit_branches([example], traces, 1) == [[{1: 0.0, 2: 0.0, 3: 0.0}]]
+    assert alone._metrics["train"]["credit/change"] == [0.0]
