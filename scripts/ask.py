@@ -6,8 +6,9 @@
 
 `FOLDER/corpus.jsonl` holds a page a line: {"docid", "title", "text"}. A terminal shows the tree as
 it grows, anything else gets a line an event; then the answer, which alone is shown by `--quiet`.
-Settings are the bounds below, then the recipe's, then what is given by hand. Ctrl-C, SIGTERM and
-`--episode-timeout-s` cut the episode where it stands; `--trace` keeps it all the same.
+Without a recipe an episode has at most 16 threads of 24 turns of 1,024 tokens; a recipe's limits
+win over these, and what is given by hand over both. Ctrl-C, SIGTERM and `--episode-timeout-s` cut
+the episode where it stands; `--trace` keeps it all the same. SIGKILL loses it.
 
 Exit codes: 0; 1 the disk refused; 2 a setting or a file is wrong; 128 + N stopped by signal N: 130
 Ctrl-C, 143 SIGTERM, 141 the reader of the output has gone.
@@ -41,7 +42,7 @@ from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
 from octopus_trl.trace_files import write_traces
 from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
 
-# A policy that was never trained commits nothing: these end its episode. A recipe's values win.
+# A policy that was never trained commits nothing: these end its episode.
 BOUNDS = {"max_threads": 16, "max_turns": 24, "max_new_tokens": 1024}
 EPISODE_TIMEOUT_S = 600.0
 SHIPPED = "data/policy/tiny-hybrid"
