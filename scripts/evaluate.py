@@ -20,6 +20,7 @@ Exit codes: 0; 1 the disk refused, or the judge left answers open; 2 a setting o
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import time
@@ -74,6 +75,9 @@ def main() -> int:
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
     setting = {key: value for key, value in vars(asked).items() if key not in QUIET}
     setting.pop("loader_options")
+    setting["temperature"] = config.temperature
+    if asked.recipe is not None:  # the file may say something else when the command comes again
+        setting["recipe_sha256"] = hashlib.sha256(Path(asked.recipe).read_bytes()).hexdigest()
     rows, secret = questions(asked, world, config, setting)
     corpus = open_corpus(asked, world, config, tokenizer)
     setting["corpus"] = corpus.fingerprint()
@@ -131,7 +135,7 @@ def arguments() -> argparse.Namespace:
     add("--branches", type=int, default=2)
     add("--episodes", type=int, default=200, help="questions that a world makes")
     add("--limit", type=int, help="ask only the first N questions; more may be asked later")
-    add("--temperature", type=float, default=1.0)
+    add("--temperature", type=float, help="of the recipe, or 1, if not given")
     add_rollout_flags(parser)
     add("--k1", type=float, default=0.9)
     add("--b", type=float, default=0.4)

@@ -51,7 +51,7 @@ def read_layers(text: str, num_layers: int) -> str | list[int]:
     """Read layers as they are given on a command line.
 
     Raises:
-        ConfigError: neither "attention" nor "all" nor indices and ranges.
+        ConfigError: neither "attention" nor "all" nor indices and ranges, or a range is empty.
 
     >>> read_layers("0,3-5", 8)
     [0, 3, 4, 5]
@@ -66,6 +66,8 @@ def read_layers(text: str, num_layers: int) -> str | list[int]:
     layers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
+        if int(last or first) < int(first):
+            raise ConfigError(f"--mount-layers {text!r}: {part} is empty, give {last}-{first}")
         layers += range(int(first), int(last or first) + 1)
     return layers
 

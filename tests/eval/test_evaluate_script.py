@@ -341,6 +341,18 @@ def test_another_corpus_or_other_questions_under_a_started_evaluation_are_refuse
     assert len(records(out)) == 3
 
 
+def test_a_recipe_that_was_edited_under_a_started_evaluation_is_refused(
+    evaluate: Script, tmp_path: Path
+) -> None:
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out"
+    recipe.write_text("max_turns: 1\nmax_new_tokens: 4\n")
+    asked = ("--recipe", recipe, "--output", out, "--limit", 1)
+    assert evaluate(*asked).code == 0
+    recipe.write_text("max_turns: 2\nmax_new_tokens: 4\n")
+    ended = evaluate(*asked)
+    assert (ended.code, "another setting (recipe_sha256)" in last(ended)) == (2, True), last(ended)
+
+
 def test_an_index_of_another_corpus_in_its_place_is_refused(
     evaluate: Script, data: Path, tmp_path: Path
 ) -> None:

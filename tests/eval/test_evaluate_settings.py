@@ -54,6 +54,17 @@ def test_a_recipes_system_stays_where_nothing_is_given(monkeypatch: pytest.Monke
     assert (forkless.disabled_tools, forkless.exchange) == (("fork",), "mount")
 
 
+def test_a_recipes_temperature_stays_where_none_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("temperature: 0.5\n")
+    assert config_of(monkeypatch, "--recipe", str(recipe)).temperature == 0.5
+    given = ("--temperature", "0")
+    assert config_of(monkeypatch, "--recipe", str(recipe), *given).temperature == 0.0
+    assert config_of(monkeypatch).temperature == 1.0
+
+
 def test_a_combination_without_meaning_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -113,3 +113,5 @@ def test_layers_are_read_from_a_command_line() -> None:
     for wrong in ("3,x", "", "-1"):
         with pytest.raises(ValueError, match="must be attention, all, or indices"):
             read_layers(wrong, 8)
+    with pytest.raises(ValueError, match="9-5 is empty, give 5-9"):
+        read_layers("3,9-5", 12)
