@@ -226,7 +226,7 @@ class Engine:
         cursor._closed = True
 
     def logits(self, cursor: Cursor) -> Tensor:
-        """Return the next token's logits [vocab], float32; a mount counts from the next `extend`."""
+        """Return the next token's logits [vocab], float32; mounts count from the next `extend`."""
         self._usable(cursor)
         self._check_awake()
         with self._runner.evaluating():
