@@ -103,6 +103,7 @@ ORDERS = (
     ("hijack_choice", "mount", "transcript", "a mount hijacks less than a transcript"),
     ("hijack_choice", "mount", "splice", "a mount hijacks less than a splice"),
     ("drift", "mount", "transcript", "a mount moves the reader less than a transcript"),
+    ("retained_information", "unshifted", "mount", "jumping past the span tells more than staying"),
     ("recall", "unshifted", "mount", "jumping past the span recalls more than staying"),
     ("recall_ahead", "unshifted", "mount", "the same where the sibling is ahead"),
     ("recall", "mount", "transcript", "the full text recalls more than a mount"),
