@@ -32,12 +32,11 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from octopus_trl import Engine, EpisodeRunner, Trace
-from octopus_trl.agent.backend_choice import BACKENDS, open_backend
 from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
 from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
-from octopus_trl.eval.seal_join_backend import asked_row, is_world, load_world
+from octopus_trl.eval.seal_join_backend import asked_row, is_world
 from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
 from octopus_trl.trace_files import write_traces
 from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
@@ -61,7 +60,10 @@ def main() -> int:
     settings = rollout_settings(world=world, recipe=asked.recipe, given=given)
     config = RolloutConfig(**{**BOUNDS, **settings})
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
-    corpus, example = open_corpus(asked, world, config, tokenizer)
+    corpus = open_corpus(asked, world=world, page_tokens=config.page_tokens, tokenizer=tokenizer)
+    example = {"id": "ask", "question": asked.question}
+    if world:
+        example = asked_row(asked.data, asked.question)
     runner = EpisodeRunner(
         Engine(load_policy(asked.model, asked.adapter, asked.recipe), page_size=16),
         tokenizer,
@@ -96,13 +98,7 @@ def arguments() -> argparse.Namespace:
     add("--adapter", help="folder or hub name of a LoRA adapter on it")
     add("--recipe", help="take rollout settings from a recipe of recipes/")
     add("--data", help="folder with corpus.jsonl, of the backend bm25, or of a small world")
-    add("--backend", choices=BACKENDS, help="bm25, or one of the others")
-    add("--search-url", help="an OpenSearch server; OPENSEARCH_PASSWORD")
-    add("--index", help="index on that server, or folder of a Lucene index")
-    add("--search-user", help="of that server")
-    add("--k1", type=float, default=0.9)
-    add("--b", type=float, default=0.4)
-    add("--snippet-tokens", type=int, default=512)
+    add_corpus_flags(parser)
     add_rollout_flags(parser)
     add(
         "--episode-timeout-s",
@@ -126,33 +122,6 @@ def arguments() -> argparse.Namespace:
             raise ConfigError(f"--trace {asked.trace}: is a folder; name a file in it")
         make_output_folder(asked.trace.parent, "--trace")
     return asked
-
-
-def open_corpus(
-    asked: argparse.Namespace, world: bool, config: RolloutConfig, tokenizer: Any
-) -> tuple[Any, dict[str, Any]]:
-    """Open what `search` and `open` read, and give the question as they need it."""
-    if world:
-        if asked.backend or asked.search_url or asked.index:
-            raise ConfigError(
-                f"--data {asked.data} is a small world, whose pages are filled in a question at a "
-                "time: drop --backend, --search-url and --index, or give another folder"
-            )
-        example = asked_row(asked.data, asked.question)
-        return load_world(asked.data, snippet_tokens=0), example
-    corpus = open_backend(
-        asked.backend,
-        asked.data or "",
-        url=asked.search_url,
-        index=asked.index,
-        user=asked.search_user,
-        k1=asked.k1,
-        b=asked.b,
-        snippet_tokens=asked.snippet_tokens,
-        ends=token_ends(tokenizer),
-        page_tokens=config.page_tokens,
-    )
-    return corpus, {"id": "ask", "question": asked.question}
 
 
 class Stop:

@@ -33,13 +33,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoTokenizer
 
 from octopus_trl import Engine, EpisodeRunner
-from octopus_trl.agent.backend_choice import BACKENDS, open_backend
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.corpus import read_questions
-from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.benchmarks.benchmark import fingerprint_of
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
+from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
 from octopus_trl.eval.grader import AnswerReward
 from octopus_trl.eval.judge_choice import JudgeSettings
 from octopus_trl.eval.paired import compare
@@ -79,7 +78,7 @@ def main() -> int:
     if asked.recipe is not None:  # the file may say something else when the command comes again
         setting["recipe_sha256"] = hashlib.sha256(Path(asked.recipe).read_bytes()).hexdigest()
     rows, secret = questions(asked, world, config, setting)
-    corpus = open_corpus(asked, world, config, tokenizer)
+    corpus = open_corpus(asked, world=world, page_tokens=config.page_tokens, tokenizer=tokenizer)
     setting["corpus"] = corpus.fingerprint()
     folder = make_output_folder(asked.output, "--output")
     evaluation = Evaluation(
@@ -137,13 +136,7 @@ def arguments() -> argparse.Namespace:
     add("--limit", type=int, help="ask only the first N questions; more may be asked later")
     add("--temperature", type=float, help="of the recipe, or 1, if not given")
     add_rollout_flags(parser)
-    add("--k1", type=float, default=0.9)
-    add("--b", type=float, default=0.4)
-    add("--snippet-tokens", type=int, default=512)
-    add("--backend", choices=BACKENDS, help="bm25 of --data's corpus.jsonl, or one of the others")
-    add("--search-url", help="address of an OpenSearch server; password in OPENSEARCH_PASSWORD")
-    add("--index", help="index on that server, or folder of a Lucene index (pyserini)")
-    add("--search-user", help="of that server")
+    add_corpus_flags(parser)
     add("--judge-model", help="judges what exact match leaves open: folder, hub or server name")
     add("--judge-url", help="OpenAI-compatible server that runs it; without one it is loaded here")
     add("--judge-revision", help="commit of a judge from the hub")
@@ -193,31 +186,6 @@ def questions(
         salt_seed=SALT_SEED + asked.seed,
     )
     return list(made), False
-
-
-def open_corpus(
-    asked: argparse.Namespace, world: bool, config: RolloutConfig, tokenizer: Any
-) -> Any:
-    """Open what `search` and `open` read."""
-    if world:
-        if asked.backend or asked.search_url or asked.index:
-            raise ConfigError(
-                f"--data {asked.data} is a small world, whose pages are filled in a question at a "
-                "time: drop --backend, --search-url and --index, or give another folder"
-            )
-        return load_world(asked.data, snippet_tokens=0)
-    return open_backend(
-        asked.backend,
-        asked.data,
-        url=asked.search_url,
-        index=asked.index,
-        user=asked.search_user,
-        k1=asked.k1,
-        b=asked.b,
-        snippet_tokens=asked.snippet_tokens,
-        ends=token_ends(tokenizer),
-        page_tokens=config.page_tokens,
-    )
 
 
 def grader(asked: argparse.Namespace) -> AnswerReward:
