@@ -22,7 +22,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,20 +74,21 @@ def main() -> None:
             print(text, end="")
         return
     check_readings(asked.readings)
-    lines = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
+    found = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
     stamp = circumstances()
     words = sys.argv[1:]
     if "--out" in words:  # where a line is kept is no part of what it says
         at = words.index("--out")
         words = words[:at] + words[at + 2 :]
     command = " ".join(["python", "scripts/mechanism.py", *map(shlex.quote, words)])
-    lines = [{**line, "command": command, **stamp} for line in lines]
-    for line in lines:
-        print(json.dumps(line))
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        with asked.out.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line) + "\n" for line in lines)
+    lines = []
+    for line in found:  # each is kept at once: a file that fails costs none before it
+        lines.append({**line, "command": command, **stamp})
+        print(json.dumps(lines[-1]), flush=True)
+        if asked.out is not None:
+            asked.out.parent.mkdir(parents=True, exist_ok=True)
+            with asked.out.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(lines[-1]) + "\n")
     Console(stderr=True, highlight=False).print(table_of(lines))
 
 
@@ -136,7 +137,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_probes(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_probes(asked: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """Score probes under every reading; a line a reading."""
     model, tokenizer = load_measured(asked.model, asked.mount_layers)
     probes = draw_probes(asked, tokenizer)
@@ -228,7 +229,7 @@ def held_twice(probes: Sequence[Probe], name: str, size: KvSize) -> dict[str, An
     )
 
 
-def measure_traces(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_traces(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure files of episodes; a line a file, and one a reading of their crossings."""
     if (asked.kl or asked.crossings) and asked.model is None:
         raise ConfigError("--kl and --crossings score episodes: name a --model")
@@ -237,20 +238,19 @@ def measure_traces(asked: argparse.Namespace) -> list[dict[str, Any]]:
         model, tokenizer = load_measured(asked.model, asked.mount_layers)
     elif asked.model is not None:
         tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
-    lines: list[dict[str, Any]] = []
     for path in asked.traces:
         traces, setting = episodes_in(path, asked.limit)
         name = path.name if path.is_dir() else path.parent.name
         common = {"model": asked.model, "name": name, "setting": setting, "n": len(traces)}
         heat = float(setting.get("temperature", 1.0))
         figures = figures_of_episodes(traces, asked, tokenizer, model, heat)
-        lines.append({"kind": "episodes", **common, "figures": figures})
+        yield {"kind": "episodes", **common, "figures": figures}
         if asked.crossings:
             assert model is not None, "loaded above"
             crossings = crossings_of(traces, seed=asked.seed)
             scored = score(model, crossings, asked.readings)
-            lines += [
-                {
+            for reading in asked.readings if crossings else ():
+                yield {
                     "kind": "crossings",
                     **common,
                     "n": len(crossings),
@@ -258,10 +258,6 @@ def measure_traces(asked: argparse.Namespace) -> list[dict[str, Any]]:
                     "reading": reading,
                     "figures": as_json(figures_of(scored, reading)),
                 }
-                for reading in asked.readings
-                if crossings
-            ]
-    return lines
 
 
 def episodes_in(path: Path, limit: int | None) -> tuple[list[Trace], dict[str, Any]]:

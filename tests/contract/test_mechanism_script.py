@@ -56,6 +56,15 @@ def test_an_experts_episodes_are_right_not_hijacked_and_free(
     assert figures["extra_kv_share"]["value"] == 0.0
 
 
+def test_a_file_that_fails_costs_no_line_before_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "lines.jsonl"
+    with pytest.raises(ConfigError, match="no traces there"):
+        run(monkeypatch, "traces", str(folder), "nowhere.jsonl", "--out", str(out))
+    assert [json.loads(text)["name"] for text in out.read_text().splitlines()] == ["expert"]
+
+
 def test_crossings_of_recorded_episodes_are_scored_by_the_model(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
