@@ -214,19 +214,9 @@ def held_twice(probes: Sequence[Probe], name: str, size: KvSize) -> dict[str, An
     """Give the share of the siblings' KV entries that a reading holds a second time."""
     how = READINGS[name]
     spans = [len(probe.sibling) for probe in probes]
-    told = spans if how.pastes else [0] * len(spans)
-    extra = [
-        extra_tokens(how.exchange, how.position, span, told_there) if name != "none" else 0
-        for span, told_there in zip(spans, told, strict=True)
-    ]
-    weight = size.mounted_bytes if name == "rerotate" else size.token_bytes
-    return as_json(
-        {
-            "extra_kv_share": ratio(
-                [weight * each for each in extra], [size.token_bytes * each for each in spans]
-            )
-        }
-    )
+    part = size.part(how.position)
+    held = [part * extra_tokens(how.exchange, how.position, span, span) for span in spans]
+    return as_json({"extra_kv_share": ratio(held, spans)})
 
 
 def measure_traces(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:

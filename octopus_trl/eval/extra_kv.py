@@ -37,26 +37,34 @@ class KvSize:
     token_bytes: int = 0
     mounted_bytes: int = 0
 
+    def part(self, position: str) -> float:
+        """Give the part of a token's entries that a second copy of it holds."""
+        if position != "rerotate" or not self.token_bytes:
+            return 1.0
+        return self.mounted_bytes / self.token_bytes
+
 
 def extra_kv(traces: Sequence[Trace], size: KvSize | None = None) -> dict[str, Any]:
     """Give what reads cost an episode: tokens, pages and bytes, and the share of what was read.
 
     A read is a turn's set of `read_thread` calls that gave text. Its extra tokens follow the
     module's table; its pages are those tokens over the page size, rounded up. `share` is Σ extra
-    tokens / Σ tokens of the spans that were read, +100 % where all of it is held twice (under
-    `summary` nothing says what the span would have been). Bootstrap over episodes. Paper: extra-kv,
-    +100 % for transcript and splice, 0 pages for a mount.
+    entries / Σ entries of the spans that were read, an entry being a token on one attention layer:
+    +100 % where all of it is held twice (under `summary` nothing says what the span would have
+    been). Bootstrap over episodes. Paper: extra-kv, +100 % for transcript and splice, 0 pages for a
+    mount.
 
     Args:
-        size: without it bytes are left out.
+        size: without it bytes are left out, and every attention layer is taken to mount.
     """
     size = size or KvSize()
     counted = np.asarray([_of(trace, size) for trace in traces], dtype=np.int64).reshape(-1, 4)
     tokens, pages, num_bytes, spans = counted.T.tolist()
+    held = [size.part(trace.position) * extra for trace, extra in zip(traces, tokens, strict=True)]
     figures = {
         "extra_kv_tokens": mean(tokens),
         "extra_kv_pages": mean(pages),
-        "extra_kv_share": ratio(tokens, spans),
+        "extra_kv_share": ratio(held, spans),
     }
     if size.token_bytes:
         figures["extra_kv_bytes"] = mean(num_bytes)

@@ -192,8 +192,8 @@ def test_extra_kv_of_a_read_follows_the_exchange(exchange: str, position: str, t
     figures = extra_kv([story.trace], KvSize(16, token_bytes=8, mounted_bytes=2))
     assert figures["extra_kv_tokens"]["value"] == tokens
     assert figures["extra_kv_pages"]["value"] == -(-tokens // 16)
-    assert figures["extra_kv_share"]["value"] == tokens / 40
     weight = 2 if position == "rerotate" else 8
+    assert figures["extra_kv_share"]["value"] == tokens * weight / (40 * 8)
     assert figures["extra_kv_bytes"]["value"] == tokens * weight
     json.dumps(figures)
 
