@@ -78,22 +78,6 @@ class Finished:
     error: str | None = None
 
 
-class CursorLike(Protocol):
-    """A thread's place in storage: a chain of tokens, and the mounts read along it."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the cursor's own chain, inherited ones counted, mounted ones not."""
-
-    @property
-    def position(self) -> int:
-        """Position that the next token takes."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-
-
 class EngineLike(Protocol):
     """Cursors over one pool of pages, and turns sampled on many of them at once.
 
@@ -250,9 +234,3 @@ class Tokenizer(Protocol):
 
     def parse_response(self, response: Any, **kwargs: Any) -> Any:
         """Parse a sampled turn into a message."""
-
-
-class RewardFn(Protocol):
-    """A TRL reward function: one float a completion, None where it cannot judge."""
-
-    def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float | None]: ...

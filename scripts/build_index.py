@@ -23,6 +23,7 @@ from octopus_trl.agent.corpus import CORPUS_FILE, Corpus, write_questions
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
 from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.eval.benchmarks.benchmark import Benchmark, check_docids
 from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.protocols import SearchBackend
@@ -83,14 +84,15 @@ def main() -> int:
     try:
         start = time.perf_counter()
         with _Bar() as bar:
-            if options.questions:
-                save_questions(options)
+            asked = questions_of(options) if options.questions else None
             if (Path(options.folder) / CORPUS_FILE).is_file():
                 options.download = None
             if options.download:
                 expected = NUM_DOCUMENTS if options.download == CORPUS else None
                 write_corpus(options.folder, options.download, expected=expected, progress=bar.tell)
             corpus = Corpus(options.folder, progress=bar.tell)
+            if asked is not None:
+                save_questions(options.folder, asked, corpus)
             place, backend = _write(options, corpus, bar)
     except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -114,11 +116,11 @@ def main() -> int:
     return 0
 
 
-def save_questions(options: argparse.Namespace) -> None:
-    """Write the questions of a benchmark beside the corpus that they are asked over.
+def questions_of(options: argparse.Namespace) -> Benchmark:
+    """Load the benchmark whose questions are asked over the corpus.
 
     Raises:
-        ConfigError: the benchmark cannot be loaded, or must not be written in clear.
+        ConfigError: it cannot be loaded, or must not be written in clear.
     """
     name = options.questions
     chosen = load_benchmark(name, options.source, **read_options(options.loader_options))
@@ -127,7 +129,18 @@ def save_questions(options: argparse.Namespace) -> None:
             f"--questions {name}: its questions must not be written in clear; scripts/evaluate.py "
             f"--benchmark {name} holds them in memory alone"
         )
-    path = write_questions(options.folder, chosen.questions)
+    return chosen
+
+
+def save_questions(folder: str, chosen: Benchmark, corpus: Corpus) -> None:
+    """Write the questions of a benchmark beside the corpus that they are asked over.
+
+    Raises:
+        ConfigError: the corpus lacks a document that holds an answer.
+    """
+    gold = [docid for row in chosen.questions for docid in row.get("gold_docs") or ()]
+    check_docids(chosen.name, gold, corpus.docids)
+    path = write_questions(folder, chosen.questions)
     print(f"{len(chosen)} questions of {chosen.name} in {path}")
     for note in chosen.notes:
         print(f"  {note}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -55,44 +54,6 @@ def token_ends(tokenizer: Any) -> TokenMeasure:
             "fast tokenizers know; load it with use_fast=True or leave the tokenizer out"
         )
     return TokenMeasure(tokenizer.backend_tokenizer)
-
-
-def pinned_measure(
-    source: str | Path, *, revision: str | None = None, sha256: str | None = None
-) -> TokenMeasure:
-    """Load the measure of a tokenizer by folder, `tokenizer.json`, or hub name and revision.
-
-    Args:
-        sha256: the `identity` that it must have; None takes any.
-    Raises:
-        ConfigError: it cannot be read, a hub name comes without a revision, or it is another one.
-    """
-    path = Path(source)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        if path.is_file():
-            tokenizer = Tokenizer.from_file(str(path))
-        elif revision is None:
-            raise ConfigError(
-                f"tokenizer {str(source)!r} is no local file and has no revision: snippets are cut "
-                "by a pinned tokenizer; give a folder, or a hub name with its commit"
-            )
-        else:
-            tokenizer = Tokenizer.from_pretrained(str(source), revision=revision)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001 -- the tokenizers library raises bare Exception
-        raise ConfigError(
-            f"tokenizer {str(source)!r} cannot be read ({error}): give a folder with a "
-            "tokenizer.json, or connect to the hub once"
-        ) from None
-    measure = TokenMeasure(tokenizer)
-    if sha256 is not None and measure.identity != sha256:
-        raise ConfigError(
-            f"tokenizer {str(source)!r} has identity {measure.identity}, pinned is {sha256}: "
-            "snippets of another tokenizer are other snippets; take the pinned revision"
-        )
-    return measure
 
 
 def measure_name(ends: TokenEnds) -> str:

@@ -16,7 +16,8 @@ Ints = npt.NDArray[np.int64]
 
 BLOCK = 64  # a cut lies at a whole number of blocks of the kernel's inner loop
 _LEAST = 128  # slots of an item; a cut nearer to an end of its text is left out
-# Costs of one item and KV head, in slots streamed at a processor's share of memory bandwidth:
+# Costs of one item and KV head, in slots streamed at a processor's share of memory bandwidth;
+# assumed, not fitted: `scripts/bench_attention.py --sweep` times other shares and fixed chunks.
 _ITEM_COST = 64.0  # to start and to end
 _READER_COST = 8.0  # to write and merge one reader's partial result
 _LONG = 0.7  # of the longest item
