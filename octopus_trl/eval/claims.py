@@ -19,7 +19,6 @@ FIELDS = ("id", "table", "claim", "paper", "source", "recipe", "command", "hardw
 MEASURED = ("value", "interval", "n", "scale", "date", "hardware", "commit")
 SMALL = ("commands", "read", "show")
 RECORD = ("read", "show")
-CHAIN = " && "
 BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 
 Figure = float | int | str
@@ -119,14 +118,15 @@ def claims_table(claims: Sequence[Claim], *, whole: bool = True) -> str:
     """Lay claims out as a table in Markdown, a row each, with what was measured or why not.
 
     Args:
-        whole: show every command of a chain; else the last one, which prints the figure.
+        whole: show where and when each figure was measured, its whole note and its command; else
+            the figure, its n and scale, and the first clause of its note.
     """
-    lines = ["| claim | paper | here | how |", "|---|---|---|---|"]
+    heads = ("claim", "paper", "here", "how") if whole else ("claim", "paper", "here")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for claim in claims:
-        command = f"`{claim.command}`" if claim.command else "–"
-        if not whole and claim.command and CHAIN in claim.command:
-            command = f"… `{claim.command.rpartition(CHAIN)[2]}`"
-        cells = (f"`{claim.id}`: {claim.claim}", claim.paper or "–", _ours(claim), command)
+        cells = [f"`{claim.id}`: {claim.claim}", claim.paper or "–", _ours(claim, whole=whole)]
+        if whole:
+            cells.append(f"`{claim.command}`" if claim.command else "–")
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -136,9 +136,10 @@ def readme_block(claims: Sequence[Claim]) -> str:
     done = [claim for claim in claims if claim.measured is not None]
     left = len(claims) - len(done)
     tail = (
-        f"{left} further claims are not measured: `docs/claims.md` has the reason of each, and "
-        "where a row shows `…` what to run before (a training, an evaluation). "
-        "*Small* is a stand-in: the policy, questions and CPU of this repository, not the paper's. "
+        "*Small* is a stand-in: a small model, made-up questions and a CPU, not the paper's; "
+        "the shipped policy was warm-started on such questions. "
+        "`docs/claims.md` has hardware, date, commit, command and whole note of each, and the "
+        f"reason why {left} further claims are not measured. "
         "`python scripts/reproduce.py --all` runs what this machine can."
     )
     return f"{claims_table(done, whole=False)}\n\n{tail}"
@@ -171,16 +172,22 @@ def with_block(text: str, block: str) -> str:
     return f"{head}{BEGIN}\n{block}\n{END}{tail}"
 
 
-def _ours(claim: Claim) -> str:
+def _ours(claim: Claim, *, whole: bool) -> str:
     if claim.measured is None:
         return f"not run: {claim.not_run}"
     ours = claim.measured
     value = f"{ours.value:g}" if isinstance(ours.value, int | float) else ours.value
     if ours.interval is not None:
         value += f" ({ours.interval[0]:g} to {ours.interval[1]:g})"
-    scale = "**small**: " if ours.scale == "small" else ""
-    note = f"; {claim.note}" if claim.note else ""
-    return f"{value}, n = {ours.n} ({scale}{ours.hardware}, {ours.date}, {ours.commit}){note}"
+    small = "**small**" if ours.scale == "small" else ""
+    note = claim.note or ""
+    if whole:
+        place = f"{ours.hardware}, {ours.date}, {ours.commit}"
+        small = f" ({small}: {place})" if small else f" ({place})"
+    else:
+        small = f", {small}" if small else ""
+        note = re.split(r"; |\. ", note)[0]
+    return f"{value}, n = {ours.n}{small}{'; ' if note else ''}{note}"
 
 
 def _cell(text: str) -> str:

@@ -24,11 +24,12 @@ from trl import TrlParser
 
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS
-from octopus_trl.eval.claims import CHAIN, Claim, load_claims
+from octopus_trl.eval.claims import Claim, load_claims
 from octopus_trl.eval.policy_settings import rollout_settings
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = load_claims(ROOT / "data" / "claims.yaml")
+CHAIN = " && "  # between commands that run one after another
 LAUNCHERS = (["accelerate", "launch"], ["python", "-m", "accelerate.commands.launch"])
 ON_A_CPU = ["--use_cpu", "true", "--bf16", "false", "--tf32", "false"]
 

@@ -117,7 +117,8 @@ def test_recipes_of_claims_exist_and_their_commands_name_files_that_do() -> None
 def test_a_figure_at_small_scale_says_so_in_its_row(tmp_path: Path) -> None:
     (claim,) = load_claims(leave(tmp_path, row()))
     block = readme_block([claim])
-    assert "2.5 (2 to 3), n = 4 (**small**: 1 CPU core, 2026-11-30, 0123abc)" in block
+    assert "2.5 (2 to 3), n = 4, **small**" in block
+    assert "2.5 (2 to 3), n = 4 (**small**: 1 CPU core, 2026-11-30, 0123abc)" in document([claim])
     assert "a \\| b" in block
 
 
