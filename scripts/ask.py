@@ -29,7 +29,6 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from transformers import AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
 from octopus_trl import Engine, EpisodeRunner, Trace
 from octopus_trl.agent.config import RolloutConfig
@@ -39,7 +38,12 @@ from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, 
 from octopus_trl.eval.seal_join_backend import asked_row, is_world
 from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
 from octopus_trl.trace_files import write_traces
-from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
+from octopus_trl.train.startup import (
+    hush_libraries,
+    load_policy,
+    load_pretrained,
+    make_output_folder,
+)
 
 # A policy that was never trained commits nothing: these end its episode.
 BOUNDS = {"max_threads": 16, "max_turns": 24, "max_new_tokens": 1024}
@@ -51,11 +55,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main() -> int:
     """Ask; gives the exit code."""
     asked = arguments()
-    if asked.quiet or not sys.stderr.isatty():
-        disable_progress_bar()
+    hush_libraries(bars=not asked.quiet)
     world = asked.data is not None and is_world(asked.data)
     if asked.model == SHIPPED and not world:
-        print(f"note: {SHIPPED} knows data/seal_join alone; give --model", file=sys.stderr)
+        print(f"note: {SHIPPED} was taught on data/seal_join alone: expect little", file=sys.stderr)
     given = {**given_settings(asked), "temperature": asked.temperature}
     settings = rollout_settings(world=world, recipe=asked.recipe, given=given)
     config = RolloutConfig(**{**BOUNDS, **settings})

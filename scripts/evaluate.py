@@ -47,7 +47,12 @@ from octopus_trl.eval.records import read_records
 from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import is_world, load_world
-from octopus_trl.train.startup import load_policy, load_pretrained, make_output_folder
+from octopus_trl.train.startup import (
+    hush_libraries,
+    load_policy,
+    load_pretrained,
+    make_output_folder,
+)
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
 # What a result does not depend on: the corpus has a fingerprint, wherever it is served from.
@@ -69,6 +74,7 @@ def main() -> int:
     for name in ("episodes", "limit", "live"):
         if (value := getattr(asked, name)) is not None and value < 1:
             raise ConfigError(f"--{name} {value}: must be at least 1")
+    hush_libraries()
     world = is_world(asked.data)
     config = settings_of(asked, world=world)
     tokenizer = load_pretrained(AutoTokenizer.from_pretrained, "--model", asked.model)
@@ -96,6 +102,14 @@ def main() -> int:
     written = {"model": asked.adapter or asked.model, "max_output_tokens": config.max_new_tokens}
     summary = evaluation.finish(browsecomp=written if asked.browsecomp_runs else None)
     print(json.dumps(summary, indent=1))
+    if "accuracy" in summary:
+        share = summary["accuracy"]
+        low, high = summary["interval_95"]
+        print(
+            f"{share:.1%} right (95 % interval {low:.1%} to {high:.1%}), n = {summary['n']}; "
+            f"all of it in {folder}",
+            file=sys.stderr,
+        )
     return tell_of_judge(summary)
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octopus_trl.errors import OctopusError
 from octopus_trl.train.export import export_merged
-from octopus_trl.train.startup import load_pretrained, make_output_folder
+from octopus_trl.train.startup import hush_libraries, load_pretrained, make_output_folder
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--output", required=True, help="folder for the merged model")
     parser.add_argument("--dtype", default="auto", help="of the weights; auto keeps the model's")
     asked = parser.parse_args()
+    hush_libraries()
     model = load_pretrained(
         AutoModelForCausalLM.from_pretrained, "--model", asked.model, dtype=asked.dtype
     )

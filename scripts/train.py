@@ -13,7 +13,6 @@ wants to be started again; 2 a setting is wrong; 130 it was interrupted where it
 from __future__ import annotations
 
 import sys
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils.logging import disable_progress_bar
 from trl import ModelConfig, get_peft_config
 
 from octopus_trl.agent.backend_choice import open_backend
@@ -38,6 +36,7 @@ from octopus_trl.train.progress import ShowProgress
 from octopus_trl.train.ranks import EXIT_CODE as RANK_FAILED
 from octopus_trl.train.startup import (
     check_report_to,
+    hush_libraries,
     load_pretrained,
     make_output_folder,
     read_arguments,
@@ -116,10 +115,7 @@ class OctopusScriptArguments:
 
 def main() -> int:
     """Parse a recipe, train, save; gives the exit code."""
-    # Both libraries announce the renames of their next major version at every call.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
-    if not sys.stderr.isatty():
-        disable_progress_bar()
+    hush_libraries()
     planned = wants_plan(sys.argv)
     script, args, model_args, asked = read_arguments(
         (OctopusScriptArguments, OctopusGRPOConfig, ModelConfig, PlanArguments),

@@ -98,7 +98,13 @@ def _draw(runs: Sequence[Run], window: int) -> bytes:
                 several = len(lines) > 1
                 color = f"C{number % 10}" if len(runs) > 1 else f"C{shade}"
                 name = ", ".join([run.name] * (len(runs) > 1) + [label] * several)
-                axis.plot(steps, values, ".", color=color, alpha=0.25, markersize=4)
+                few = len(values) <= window  # the dots are what there is to see
+                axis.plot(
+                    *(steps, values, "."),
+                    color=color,
+                    alpha=0.8 if few else 0.25,
+                    markersize=8 if few else 4,
+                )
                 stroke = STYLES[shade % len(STYLES)] if len(runs) > 1 else "-"
                 axis.plot(steps, smooth(values, window), stroke, color=color, label=name)
         axis.set_title(title, loc="left", fontsize="medium", fontweight="bold")
@@ -149,7 +155,7 @@ td, th {{ padding: .2rem .9rem; text-align: right; border-bottom: 1px solid var(
 th {{ font-weight: 600; }} tr > th:first-child {{ text-align: left; font-weight: 400; }}
 </style></head><body>
 <h1>{names}</h1>
-<p>Dots are steps, lines the mean of {window} steps.</p>
+<p>Dots are steps, lines the mean of the last {window} steps.</p>
 <img alt="curves over optimizer steps" src="data:image/png;base64,{encoded}">
 <table>
 <tr><th></th>{heads}</tr>

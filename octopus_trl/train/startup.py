@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -17,6 +19,7 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils.logging import disable_progress_bar
 from trl import TrlParser
 
 from octopus_trl.errors import ConfigError
@@ -80,6 +83,22 @@ def read_arguments(kinds: Sequence[type], extra: Sequence[str] = ()) -> Any:
         raise ConfigError(_explain(str(error), parser)) from None
     except TypeError as error:
         raise ConfigError(f"a setting is of the wrong type: {error}; see docs/config.md") from error
+
+
+def hush_libraries(*, bars: bool = True) -> None:
+    """Keep off the console what libraries tell developers, and bars that no terminal draws.
+
+    Args:
+        bars: let progress bars of loading stand where the console is a terminal.
+    """
+    # Both libraries announce the renames of their next major version at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+    # It comes with an import, also where DeepSpeed is not asked for anything.
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: "Setting accelerator to CPU" not in record.getMessage()
+    )
+    if not (bars and sys.stderr.isatty()):
+        disable_progress_bar()
 
 
 def load_pretrained(load: Callable[..., Any], setting: str, name: str, **options: Any) -> Any:
