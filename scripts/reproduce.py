@@ -150,7 +150,7 @@ def take(claim: Claim, scale: str, runs: Reproduction) -> tuple[str, str]:
         text = f"{claim.command or 'no command'} on {claim.hardware}"
         return (f"{text}, recipe {claim.recipe}" if claim.recipe else text), "command"
     if claim.small is None:
-        return f"no small stand-in: {claim.not_run or claim.command}", "not run"
+        return f"no small stand-in: {claim.not_run or f'by hand {claim.command}'}", "not run"
     try:
         return runs.figure(claim.small), "small"
     except ConfigError as error:

@@ -91,8 +91,9 @@ def hush_libraries(*, bars: bool = True) -> None:
     Args:
         bars: let progress bars of loading stand where the console is a terminal.
     """
-    # Both libraries announce the renames of their next major version at every call.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl)\.")
+    # They announce the renames of a later version at every call.
+    theirs = r"(transformers|trl|torch\.distributed)\."
+    warnings.filterwarnings("ignore", category=FutureWarning, module=theirs)
     # It comes with an import, also where DeepSpeed is not asked for anything.
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: "Setting accelerator to CPU" not in record.getMessage()
