@@ -24,7 +24,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("episode/rewinds", "rewinds"),
         ),
     ),
-    ("tokens an episode", (("episode/tokens", "all"), ("episode/owned_tokens", "owned"))),
+    ("tokens an episode", (("episode/explored_tokens", "all"), ("episode/owned_tokens", "owned"))),
     ("tokens read by mount", (("episode/mounted_tokens", "mounted"),)),
     ("dedup ratio", (("packing/dedup_ratio", "dedup ratio"),)),
     (

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.report.curves import write_report
+from octopus_trl.report.curves import PANELS, TABLE, write_report
 from octopus_trl.report.runs import STATE, read_run, smooth
+
+METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"  # a test of the trainer keeps it true
 
 
 def leave_log(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -60,6 +62,12 @@ def test_values_that_are_no_numbers_are_no_points(tmp_path: Path) -> None:
 
 def test_the_mean_moves_over_what_came_before() -> None:
     assert smooth([1.0, 2.0, 3.0, 4.0], 2) == [1.0, 1.5, 2.5, 3.5]
+
+
+def test_every_figure_that_is_drawn_is_one_that_the_trainer_logs() -> None:
+    logged = {line.split("`")[1] for line in METRICS.read_text().splitlines() if line[:3] == "| `"}
+    drawn = {key for _, lines in PANELS for key, _ in lines} | set(TABLE)
+    assert drawn <= logged, drawn - logged
 
 
 def test_png_and_page_hold_every_run(tmp_path: Path) -> None:
