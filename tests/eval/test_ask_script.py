@@ -215,8 +215,8 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_an_older_trace_whole(
     older = trace.read_bytes()
 
     def twice() -> None:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):  # each to this thread, or the kernel might make one of the two
+            signal.raise_signal(signal.SIGINT)
 
     on_turn(monkeypatch, 2, twice)
     ended = ask(*ENDLESS)
