@@ -58,7 +58,9 @@ class _Bar(Progress):
 
 def main() -> int:
     """Index the corpus of a folder; a broken line ends in one message."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", help="folder that holds corpus.jsonl (format: data/README.md)")
     parser.add_argument("--k1", type=float, default=0.9, help="saturation of term counts")
     parser.add_argument("--b", type=float, default=0.4, help="weight of document length, 0 to 1")

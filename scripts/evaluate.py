@@ -134,7 +134,9 @@ def tell_of_judge(summary: dict[str, Any]) -> int:
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--model", default="data/policy/tiny-hybrid", help="folder or hub name of the policy")
     add("--adapter", help="folder or hub name of a LoRA adapter on it")

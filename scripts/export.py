@@ -20,7 +20,9 @@ from octopus_trl.train.startup import hush_libraries, load_pretrained, make_outp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder or hub name of the base model")
     parser.add_argument("--adapter", required=True, help="folder of the LoRA adapter")
     parser.add_argument("--output", required=True, help="folder for the merged model")

@@ -56,7 +56,7 @@ from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
 from octopus_trl.train.choices import score_last
 from octopus_trl.train.measured import load_measured
-from octopus_trl.train.startup import load_pretrained
+from octopus_trl.train.startup import hush_libraries, load_pretrained
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "systems.md"
@@ -66,6 +66,7 @@ TELL_EVERY = 10  # probes
 
 def main() -> None:
     asked = arguments()
+    hush_libraries()
     if asked.what == "table":
         text = page(load_lines(asked.records))
         if asked.write:
@@ -107,7 +108,9 @@ def circumstances() -> dict[str, Any]:
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = parser.add_subparsers(dest="what", required=True)
     probes = parts.add_parser("probes", help="score passages that only a sibling holds")
     traces = parts.add_parser("traces", help="measure recorded episodes")

@@ -21,7 +21,9 @@ from octopus_trl import Cursor, Engine, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="tiny", help="tiny or qwen3.5-4b, random weights")
     parser.add_argument("--rows", type=int, default=16, help="threads that decode")
     parser.add_argument("--shared", type=int, default=256, help="tokens that all of them see")

@@ -15,7 +15,9 @@ from octopus_trl.report.runs import read_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", nargs="+", type=Path, help="output_dir of a run")
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder")
     parser.add_argument("--window", type=int, default=10, help="steps of the moving mean")

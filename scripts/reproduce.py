@@ -44,7 +44,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--claim", nargs="+", help="ids of data/claims.yaml")
     what.add_argument("--table", choices=TABLES)

@@ -50,6 +50,7 @@ from octopus_trl.models import spec_of
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last
 from octopus_trl.train.measured import load_measured, read_layers
+from octopus_trl.train.startup import hush_libraries
 
 READINGS = ("mount", "unshifted", "rerotate", "reencode")
 TELL_EVERY_S = 15.0
@@ -57,6 +58,7 @@ TELL_EVERY_S = 15.0
 
 def main() -> None:
     asked = arguments()
+    hush_libraries()
     check_growth(asked.method, asked.max_layers, asked.target)
     if asked.n < 4:
         raise ConfigError(f"-n {asked.n}: must be at least 4, half of them are held out")
@@ -106,7 +108,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder, hub name, .gguf, smollm2")
     parser.add_argument("--layers", help="score these alone: 3,5-9; all attention layers if not")
     parser.add_argument("--probes", type=Path, help="your own, one JSON object a line")

@@ -28,6 +28,7 @@ from octopus_trl.train.sft import (
 )
 from octopus_trl.train.startup import (
     check_report_to,
+    hush_libraries,
     load_pretrained,
     make_output_folder,
     read_arguments,
@@ -57,6 +58,7 @@ class ScriptArguments:
 
 
 def main() -> None:
+    hush_libraries()
     script, args = read_arguments((ScriptArguments, OctopusSFTConfig))
     make_output_folder(args.output_dir)
     resume = resolve(args.resume_from_checkpoint, args.output_dir)

@@ -27,7 +27,9 @@ from octopus_trl.eval.records import write_whole
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--source", default=QUESTIONS, help="hub name, its download, or a file")
     add("--config", default=CONFIGS[0], help="of the hub; each has every question")

@@ -41,7 +41,9 @@ ROWS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("traces", type=Path, nargs="+", help="files, or folders of *.jsonl")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     asked = parser.parse_args()

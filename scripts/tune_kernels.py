@@ -50,7 +50,9 @@ GAIN = 0.98  # of the time of BLAS: what a line in the table must save
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["linear", "chain", "delta"])
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=None)

@@ -17,7 +17,9 @@ from octopus_trl.trace_files import read_traces
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path, help="file of traces, a JSON line an episode")
     parser.add_argument("--episode", help="episode_id; the first of the file by default")
     parser.add_argument("--tokenizer", help="folder of the policy; token ids are shown without it")
