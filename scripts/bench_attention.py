@@ -75,7 +75,9 @@ MERGES = ((False, 32, 8), (True, 16, 4), (True, 32, 8))  # overlap, partials at 
 
 def main() -> int:
     """Print figures; the exit status is 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--threads", type=int, nargs="+")
     parser.add_argument("--head-dim", type=int, default=256, choices=list(SIZES))
@@ -101,10 +103,6 @@ def main() -> int:
         del case
         torch.cuda.empty_cache()
     return 0
-
-
-class _Raw(argparse.RawDescriptionHelpFormatter):
-    pass
 
 
 def _sweep(shapes: Sequence[Shape]) -> int:

@@ -17,10 +17,7 @@ lines in data/records.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -55,7 +52,7 @@ from octopus_trl.models.packed import MountMode
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
 from octopus_trl.train.choices import score_last
-from octopus_trl.train.measured import load_measured
+from octopus_trl.train.measured import circumstances, load_measured
 from octopus_trl.train.startup import hush_libraries, load_pretrained
 
 ROOT = Path(__file__).parents[1]
@@ -76,34 +73,16 @@ def main() -> None:
         return
     check_readings(asked.readings)
     found = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
-    stamp = circumstances()
-    words = sys.argv[1:]
-    if "--out" in words:  # where a line is kept is no part of what it says
-        at = words.index("--out")
-        words = words[:at] + words[at + 2 :]
-    command = " ".join(["python", "scripts/mechanism.py", *map(shlex.quote, words)])
+    stamp = circumstances(sys.argv)
     lines = []
     for line in found:  # each is kept at once: a file that fails costs none before it
-        lines.append({**line, "command": command, **stamp})
+        lines.append({**line, **stamp})
         print(json.dumps(lines[-1]), flush=True)
         if asked.out is not None:
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             with asked.out.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(lines[-1]) + "\n")
     Console(stderr=True, highlight=False).print(table_of(lines))
-
-
-def circumstances() -> dict[str, Any]:
-    """Give what a line's figures were measured on."""
-    call = ["git", "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=False)
-    num = torch.get_num_threads()
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {
-        "hardware": f"{where}, {num} {'thread' if num == 1 else 'threads'}, float32",
-        "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": done.stdout.strip() or None,
-    }
 
 
 def arguments() -> argparse.Namespace:

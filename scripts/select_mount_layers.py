@@ -15,18 +15,14 @@ from the scores beside `--out`. Exit codes: 0 done; 2 a setting is wrong.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import json
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -49,7 +45,7 @@ from octopus_trl.eval.records import write_whole
 from octopus_trl.models import spec_of
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last
-from octopus_trl.train.measured import load_measured, read_layers
+from octopus_trl.train.measured import circumstances, load_measured, read_layers
 from octopus_trl.train.startup import hush_libraries
 
 READINGS = ("mount", "unshifted", "rerotate", "reencode")
@@ -98,7 +94,7 @@ def main() -> None:
             "all": everywhere.as_json(),
             "path": [each.as_json() for each in path],
             "held_out": check.as_json(),
-            **circumstances(),
+            **circumstances(sys.argv),
         }
         write_whole(asked.out, json.dumps(result, indent=1) + "\n")
     if asked.recipe is not None:
@@ -249,17 +245,6 @@ def figures(each: Restored) -> tuple[str, str]:
     low_high = each.share.interval
     interval = "" if low_high is None else f" ({low_high[0]:.1%} to {low_high[1]:.1%})"
     return f"{each.value:.1%}{interval}", f"{each.nll:.3f}"
-
-
-def circumstances() -> dict[str, Any]:
-    """Give what the figures were measured on."""
-    return {
-        "command": " ".join(["python", *map(shlex.quote, sys.argv)]),
-        "hardware": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else platform.machine(),
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-    }
 
 
 if __name__ == "__main__":

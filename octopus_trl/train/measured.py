@@ -1,9 +1,13 @@
-"""A model to measure: a folder, a hub name, a GGUF file, or one that a package ships."""
+"""A model to measure: folder, hub name, GGUF file or package; what its figures were made on."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import re
+import shlex
+import subprocess
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,3 +98,26 @@ def _place(name: str) -> tuple[str, dict[str, str]]:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError(f"--model {name}: reading its file needs the package gguf: {INSTALL}")
     return str(path.parent), {"gguf_file": path.name}
+
+
+def circumstances(call: Sequence[str]) -> dict[str, str | None]:
+    """Say how figures were made: the command, hardware, date, and commit of this package.
+
+    Args:
+        call: `sys.argv` of a script; where its `--out` keeps a figure is no part of the command.
+    """
+    words = list(call[1:])
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(head, cwd=root, capture_output=True, text=True, check=False)
+    num = torch.get_num_threads()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {
+        "command": " ".join(["python", f"scripts/{Path(call[0]).name}", *map(shlex.quote, words)]),
+        "hardware": f"{where}, {num} {'thread' if num == 1 else 'threads'}, float32",
+        "date": datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": done.stdout.strip() or None,
+    }

@@ -18,8 +18,7 @@ from octopus_trl.report.growing import GrowingTree
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
 from tests.eval.test_evaluate_script import Script, last
-from tests.tiny import tiny_hybrid
-from tests.train.runs import tokenizer
+from tests.train.runs import save_untrained
 
 QUESTION = "When is the gate shut?"
 PROMPT = "system_prompt: answer.\ncompact_tools: true\n"  # few tokens, so that a test is short
@@ -30,10 +29,7 @@ ENDLESS = ("--max-turns", "100000", "--max-new-tokens", "4", "--window", "100000
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model: it calls no tool and commits nothing."""
-    folder = tmp_path_factory.mktemp("policy")
-    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_untrained(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

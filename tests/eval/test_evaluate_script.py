@@ -26,8 +26,7 @@ from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
 from octopus_trl.trace_files import TraceWriter, read_traces
 from tests.agent.search_server import SearchServer, serving
 from tests.eval.judge_server import NO, YES, JudgeServer, said
-from tests.tiny import tiny_hybrid
-from tests.train.runs import tokenizer
+from tests.train.runs import save_untrained
 
 ROOT = Path(__file__).parents[2]
 CANARY = "made-up canary 0123"
@@ -36,10 +35,7 @@ SHORT = ("--window", "1024", "--max-turns", "1", "--max-new-tokens", "4", "--liv
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_untrained(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

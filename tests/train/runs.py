@@ -67,6 +67,13 @@ def tokenizer() -> Any:
 SHALLOW = {"layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 
+def save_untrained(folder: Path) -> Path:
+    """Write a model that calls no tool and commits nothing, with its tokenizer."""
+    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
 class Pair:
     """One place in the real engine and in the script."""
 

@@ -21,8 +21,7 @@ from octopus_trl.train.checks import MARK
 from octopus_trl.train.config_table import DOCUMENT, render
 from octopus_trl.train.interrupt import StopGracefully
 from octopus_trl.train.progress import clock, shown
-from tests.tiny import tiny_hybrid
-from tests.train.runs import tokenizer
+from tests.train.runs import save_untrained
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes/tiny-hybrid/grpo").glob("*.yaml"))
@@ -46,10 +45,7 @@ FAST = {
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    return save_untrained(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture
