@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 
+from octopus_trl.agent._bm25s import bm25s
 from octopus_trl.agent.analyzer import STOP_WORDS, split, stem
 from octopus_trl.agent.corpus import Corpus, Document
 from octopus_trl.errors import ConfigError

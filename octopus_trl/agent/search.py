@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 
+from octopus_trl.agent._bm25s import bm25s
 from octopus_trl.agent.analyzer import ANALYZER, analyze
 from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.paging import (

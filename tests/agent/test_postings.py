@@ -6,11 +6,11 @@ import json
 import random
 from pathlib import Path
 
-import bm25s
 import numpy as np
 import pytest
 
 from octopus_trl.agent import postings
+from octopus_trl.agent._bm25s import bm25s
 from octopus_trl.agent.analyzer import analyze
 from octopus_trl.agent.corpus import Corpus
 from octopus_trl.agent.postings import indexed_text
