@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from octopus_trl.errors import TraceError
+from octopus_trl.files import replacing
 from octopus_trl.trace import Trace
 
 
@@ -75,19 +76,11 @@ class TraceWriter:
 
 
 def write_traces(path: str | Path, traces: Sequence[Trace]) -> None:
-    """Write a whole file of traces atomically: beside the target, then renamed."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as stream:
-            for trace in traces:
-                stream.write(_line(trace))
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    """Write a file of traces, whole or not at all."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as stream:
+        for trace in traces:
+            stream.write(_line(trace))
 
 
 def _line(trace: Trace) -> bytes:

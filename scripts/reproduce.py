@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import signal
 import sys
 import time
@@ -39,6 +38,7 @@ from octopus_trl.eval.claims import (
     with_block,
 )
 from octopus_trl.eval.reproduction import Reproduction
+from octopus_trl.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,11 +110,9 @@ def reproduce(chosen: Sequence[Claim], scale: str, folder: Path) -> list[dict[st
 
 def keep(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Write the rows so far, whole or not at all; a disk that refuses stops no run."""
-    beside = folder / f".claims.jsonl.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        beside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        beside.replace(folder / "claims.jsonl")
+        write_whole(folder / "claims.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
         tell(f"{folder}/claims.jsonl cannot be written ({error}); the rows are printed at the end")
 

@@ -41,7 +41,7 @@ from octopus_trl.eval.mount_layers import (
 )
 from octopus_trl.eval.probes import Probe, read_probes, station_probes
 from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
-from octopus_trl.eval.records import write_whole
+from octopus_trl.files import write_whole
 from octopus_trl.models import spec_of
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last

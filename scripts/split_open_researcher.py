@@ -23,7 +23,7 @@ from octopus_trl.eval.benchmarks.open_researcher import (
     load_open_researcher,
     validation_record,
 )
-from octopus_trl.eval.records import write_whole
+from octopus_trl.files import write_whole
 
 
 def main() -> None:

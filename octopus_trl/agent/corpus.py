@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.files import write_whole
 
 CORPUS_FILE = "corpus.jsonl"
 QUESTIONS_FILE = "questions.jsonl"
@@ -159,16 +159,8 @@ def write_questions(folder: str | Path, rows: Sequence[Mapping[str, Any]]) -> Pa
     """
     target = Path(folder) / QUESTIONS_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            for row in rows:
-                stream.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    lines = (json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+    write_whole(target, "".join(lines))
     return target
 
 

@@ -39,6 +39,7 @@ from octopus_trl.agent.paging import (
 )
 from octopus_trl.agent.postings import MAX_POSTINGS, Progress, write_postings
 from octopus_trl.errors import ConfigError
+from octopus_trl.files import write_whole
 from octopus_trl.protocols import Page, SearchHit
 
 __all__ = ["Bm25Backend", "analyze", "index_path", "split_pages", "token_ends", "word_ends"]
@@ -219,10 +220,7 @@ def write_index(
             write_postings(
                 corpus, scratch, k1=k1, b=b, progress=progress, max_postings=max_postings
             )
-            with (scratch / _MANIFEST).open("w", encoding="utf-8") as stream:
-                json.dump(_identity(corpus, k1, b), stream, indent=1)
-                stream.flush()
-                os.fsync(stream.fileno())
+            write_whole(scratch / _MANIFEST, json.dumps(_identity(corpus, k1, b), indent=1))
             if target.exists():  # a folder in use cannot be renamed over: move it aside first
                 os.replace(target, old)
             os.replace(scratch, target)

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.files import write_whole
 
 PROMPT = """\
 Grade one answer to a question. Decide only whether it means the same as an accepted answer; do \
@@ -178,25 +178,13 @@ class VerdictFile:
             with _locked(self.path.parent):
                 known = {**self.read(), **verdicts}
                 rows = {key: [v.correct, v.parsed] for key, v in sorted(known.items())}
-                self._write(json.dumps({"format": _FORMAT, "verdicts": rows}, indent=0))
+                record = {"format": _FORMAT, "verdicts": rows}
+                write_whole(self.path, json.dumps(record, indent=0) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: verdicts cannot be written ({error.strerror}); free the disk or "
                 "give another file, the verdicts so far are kept"
             ) from None
-
-    def _write(self, text: str) -> None:
-        descriptor, name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
-        beside = Path(name)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                stream.write(text + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.chmod(0o644)
-            beside.replace(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
 
 
 def _prompt(case: Case) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.eval.records import write_whole
+from octopus_trl.files import write_whole
 
 
 class LayerScores(MutableMapping[str, list[float]]):

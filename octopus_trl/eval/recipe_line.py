@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.eval.records import write_whole
+from octopus_trl.files import write_whole
 
 NAME = "mount_layers"
 

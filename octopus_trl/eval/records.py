@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.files import write_whole
 from octopus_trl.trace import Trace
 
 RETRIEVAL = "retrieval"  # key of a trace's meta: searches and opens, in the order they ended
@@ -154,19 +154,3 @@ def _file_part(query_id: str) -> str:
     if safe == query_id:
         return safe
     return f"{safe}_{hashlib.sha256(query_id.encode()).hexdigest()[:12]}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place, then rename it there.
-
-    The place beside has one name, so that what a killed writer left is written over by the next.
-    """
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

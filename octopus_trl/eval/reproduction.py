@@ -20,6 +20,7 @@ from typing import Any
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.claims import Small
+from octopus_trl.files import write_whole
 
 STDOUT, DONE = "stdout", "done.json"
 
@@ -92,9 +93,7 @@ class Reproduction:
             seconds = time.monotonic() - begun
             date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
             record = {"commands": commands, "seconds": seconds, "commit": commit, "date": date}
-            beside = out / f".{DONE}"
-            beside.write_text(json.dumps(record), encoding="utf-8")
-            beside.replace(out / DONE)
+            write_whole(out / DONE, json.dumps(record))
         except (ConfigError, OSError) as error:
             self.failed[commands] = str(error)
             raise ConfigError(str(error)) from None

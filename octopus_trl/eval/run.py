@@ -26,9 +26,9 @@ from octopus_trl.eval.records import (
     record_of,
     write_browsecomp,
     write_records,
-    write_whole,
 )
 from octopus_trl.eval.trace_statistics import HOPS, statistics_of
+from octopus_trl.files import write_whole
 from octopus_trl.protocols import BindsExample, Page, SearchBackend, SearchHit
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import TraceWriter, read_traces

@@ -9,7 +9,6 @@ import gzip
 import json
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from octopus_trl.eval.seal_join import ARMS, SYSTEM_PROMPT
 from octopus_trl.eval.seal_join_backend import SealJoinBackend, load_world
 from octopus_trl.eval.seal_join_experts import ExpertOptions, ExpertPolicy
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+from octopus_trl.files import replacing
 from octopus_trl.trace import Trace
 
 # What a policy of the small world is trained and evaluated under; recipes repeat these values.
@@ -171,15 +171,8 @@ def _write_shard(job: tuple[Path, int, tuple[int, int]], *, world: str, draw: di
     if world not in _studios:
         _studios[world] = ExpertStudio(load_world(world, snippet_tokens=0), build_tokenizer())
     rng = np.random.default_rng(seed)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".shard")
-    try:
-        # No time and no name in the header: the same traces are the same bytes.
-        with os.fdopen(handle, "wb") as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as stream:
-            for _ in range(size):
-                record = _studios[world].draw(rng, **draw).to_dict()
-                stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        Path(scratch).chmod(0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    # No time and no name in the header: the same traces are the same bytes.
+    with replacing(path) as raw, gzip.GzipFile("", "wb", 6, raw, mtime=0) as stream:
+        for _ in range(size):
+            record = _studios[world].draw(rng, **draw).to_dict()
+            stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octopus_trl.errors import ConfigError
-from octopus_trl.report.files import write_whole
+from octopus_trl.report.files import write_file
 from octopus_trl.report.runs import Run, smooth
 
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -71,8 +71,8 @@ def write_report(runs: Sequence[Run], output: Path, *, window: int = 10) -> list
     picture = _draw(runs, window)
     page = _page(runs, picture, window).encode()
     return [
-        write_whole(output / "curves.png", picture),
-        write_whole(output / "report.html", page),
+        write_file(output / "curves.png", picture),
+        write_file(output / "report.html", page),
     ]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.trace_statistics import count_mounts
 from octopus_trl.report.drawing import drawing, names, text
-from octopus_trl.report.files import write_whole
+from octopus_trl.report.files import write_file
 from octopus_trl.report.lanes import Lanes, lay_out
 from octopus_trl.trace import Trace
 
@@ -41,7 +41,7 @@ def write_episode(
         ConfigError: page_size is below 1, or the file cannot be written.
     """
     page = episode_page(trace, decode=decode, page_size=page_size)
-    write_whole(output, page.encode())
+    write_file(output, page.encode())
 
 
 def episode_page(trace: Trace, *, decode: Decode | None = None, page_size: int = 16) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.files import write_whole
 
 STAGING = ".writing"
 OLDER, DOOMED = ".older", ".doomed"  # endings under the staging place: to replace, to remove
@@ -89,10 +90,7 @@ def publish(staged: Path, final: Path, *, facts: dict[str, Any]) -> None:
             _settle(path)
             files[str(path.relative_to(staged))] = path.stat().st_size
     manifest = {"schema": SCHEMA, **facts, "files": files}
-    with (staged / MANIFEST).open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_whole(staged / MANIFEST, json.dumps(manifest, indent=1))
     if final.exists():
         older = staged.with_name(f"{final.name}{OLDER}")
         shutil.rmtree(older, ignore_errors=True)

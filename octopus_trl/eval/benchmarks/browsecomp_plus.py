@@ -22,6 +22,7 @@ from octopus_trl.agent.postings import Progress
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.benchmarks.benchmark import Benchmark, check_count
 from octopus_trl.eval.benchmarks.tables import read_rows
+from octopus_trl.files import replacing
 
 QUESTIONS = "Tevatron/browsecomp-plus"
 CORPUS = "Tevatron/browsecomp-plus-corpus"
@@ -140,30 +141,23 @@ def write_corpus(
     """
     target = Path(folder) / CORPUS_FILE
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     seen: set[str] = set()
-    try:
-        with beside.open("w", encoding="utf-8") as stream:
-            columns = ("docid", "text")
-            for row in read_rows(
-                source, columns, split=split, revision=revision, optional=("url", "title")
-            ):
-                docid = str(row["docid"])
-                if docid in seen:
-                    raise ConfigError(
-                        f"{source}: docid {docid!r} is there twice; docids are unique; get it again"
-                    )
-                seen.add(docid)
-                record = {**{k: v for k, v in row.items() if v is not None}, "docid": docid}
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-                if progress is not None and len(seen) % 256 == 0:
-                    progress("download", len(seen), expected or len(seen))
-            stream.flush()
-            os.fsync(stream.fileno())
+    with replacing(target) as stream:
+        columns = ("docid", "text")
+        for row in read_rows(
+            source, columns, split=split, revision=revision, optional=("url", "title")
+        ):
+            docid = str(row["docid"])
+            if docid in seen:
+                raise ConfigError(
+                    f"{source}: docid {docid!r} is there twice; docids are unique; get it again"
+                )
+            seen.add(docid)
+            record = {**{k: v for k, v in row.items() if v is not None}, "docid": docid}
+            stream.write(f"{json.dumps(record, ensure_ascii=False)}\n".encode())
+            if progress is not None and len(seen) % 256 == 0:
+                progress("download", len(seen), expected or len(seen))
         check_count(str(source), len(seen), expected)
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
     return target
 
 
