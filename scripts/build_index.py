@@ -16,8 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 
 from octopus_trl.agent.corpus import CORPUS_FILE, Corpus, write_questions
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
@@ -27,33 +26,7 @@ from octopus_trl.eval.benchmarks.benchmark import Benchmark, check_docids
 from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.protocols import SearchBackend
-
-TELL_EVERY_S = 15.0
-
-
-class _Bar(Progress):
-    """A line for each stage with its share and the time left; in a log a line now and then."""
-
-    def __init__(self) -> None:
-        self._began: dict[str, float] = {}
-        self._told = time.monotonic()
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        super().__init__(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        )
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        """Move the line of a stage."""
-        now = time.monotonic()
-        began = self._began.setdefault(stage, now)
-        if self.disable and now - self._told >= TELL_EVERY_S:
-            self._told = now
-            left = (now - began) / max(done, 1) * (total - done)
-            print(f"{stage} {done:,}/{total:,}, {left:.0f} s left", file=sys.stderr, flush=True)
-        known = {task.description: task.id for task in self.tasks}
-        at = known[stage] if stage in known else self.add_task(stage, total=total)
-        self.update(at, completed=done)
+from octopus_trl.report.progress import StageBars
 
 
 def main() -> int:
@@ -85,17 +58,19 @@ def main() -> int:
     options = parser.parse_args()
     try:
         start = time.perf_counter()
-        with _Bar() as bar:
+        with StageBars(TaskProgressColumn()) as bars:
             asked = questions_of(options) if options.questions else None
             if (Path(options.folder) / CORPUS_FILE).is_file():
                 options.download = None
             if options.download:
                 expected = NUM_DOCUMENTS if options.download == CORPUS else None
-                write_corpus(options.folder, options.download, expected=expected, progress=bar.tell)
-            corpus = Corpus(options.folder, progress=bar.tell)
+                write_corpus(
+                    options.folder, options.download, expected=expected, progress=bars.tell
+                )
+            corpus = Corpus(options.folder, progress=bars.tell)
             if asked is not None:
                 save_questions(options.folder, asked, corpus)
-            place, backend = _write(options, corpus, bar)
+            place, backend = _write(options, corpus, bars)
     except OctopusError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -148,15 +123,17 @@ def save_questions(folder: str, chosen: Benchmark, corpus: Corpus) -> None:
         print(f"  {note}")
 
 
-def _write(options: argparse.Namespace, corpus: Corpus, bar: _Bar) -> tuple[str, SearchBackend]:
+def _write(
+    options: argparse.Namespace, corpus: Corpus, bars: StageBars
+) -> tuple[str, SearchBackend]:
     """Write the index that was asked for; give its place and the backend that reads it."""
     k1, b = options.k1, options.b
     if not options.opensearch:
-        folder = write_index(corpus, k1=k1, b=b, progress=bar.tell)
+        folder = write_index(corpus, k1=k1, b=b, progress=bars.tell)
         return str(folder), Bm25Backend.load(folder, corpus, k1=k1, b=b)
     password = os.environ.get("OPENSEARCH_PASSWORD")
     server = connect(options.opensearch, user=options.user, password=password)
-    fill_index(corpus, server, options.index, k1=k1, b=b, progress=bar.tell)
+    fill_index(corpus, server, options.index, k1=k1, b=b, progress=bars.tell)
     backend = OpenSearchBackend(
         options.opensearch, options.index, k1=k1, b=b, user=options.user, password=password
     )

@@ -23,13 +23,10 @@ import argparse
 import hashlib
 import json
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
 from octopus_trl import Engine, EpisodeRunner
@@ -47,6 +44,7 @@ from octopus_trl.eval.records import read_records
 from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import is_world, load_world
+from octopus_trl.report.progress import StageBars
 from octopus_trl.train.startup import (
     hush_libraries,
     load_policy,
@@ -60,7 +58,6 @@ QUIET = (
     *("output", "live", "limit", "compare", "browsecomp_runs"),
     *("judge_url", "judge_device", "search_url", "index", "search_user", "backend"),
 )
-TELL_EVERY_S = 15.0
 
 
 def main() -> int:
@@ -97,8 +94,8 @@ def main() -> int:
         tools,
         config,
     )
-    with Counter() as counter:
-        evaluation.run(runner, tools, seed=asked.seed, tell=counter)
+    with StageBars(tell_ends=True) as bars:
+        evaluation.run(runner, tools, seed=asked.seed, tell=partial(tell_episodes, bars))
     written = {"model": asked.adapter or asked.model, "max_output_tokens": config.max_new_tokens}
     summary = evaluation.finish(browsecomp=written if asked.browsecomp_runs else None)
     print(json.dumps(summary, indent=1))
@@ -224,35 +221,9 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
     return compare(*scores)
 
 
-class Counter:
-    """Shows questions done, right so far and the time left: a bar, or a line now and then."""
-
-    def __enter__(self) -> Callable[[int, int, int], None]:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        )
-        self._bar.start()
-        self._task = self._bar.add_task("episodes", total=None)
-        self._began = self._told = time.monotonic()
-        self._first: int | None = None
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _tell(self, done: int, right: int, total: int) -> None:
-        if self._first is None:
-            self._first = done
-        share = f"{right / done:.1%} right" if done else "none right"
-        self._bar.update(self._task, completed=done, total=total, description=f"episodes, {share}")
-        now = time.monotonic()
-        if not self._bar.disable or (now - self._told < TELL_EVERY_S and done < total):
-            return
-        self._told = now
-        left = (now - self._began) / max(done - self._first, 1) * (total - done)
-        print(f"{done}/{total} episodes, {share}, {left:.0f} s left", file=sys.stderr, flush=True)
+def tell_episodes(bars: StageBars, done: int, right: int, total: int) -> None:
+    """Show questions done and right so far."""
+    bars.tell("episodes", done, total, f"{right / done:.1%} right" if done else "none right")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,12 @@ import argparse
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from octopus_trl import prepare_model
@@ -32,6 +31,7 @@ from octopus_trl.errors import ConfigError, OctopusError
 from octopus_trl.eval.layer_scores import LayerScores
 from octopus_trl.eval.mount_layers import (
     METHODS,
+    AnswerNll,
     LayerStudy,
     Restored,
     check_growth,
@@ -43,13 +43,14 @@ from octopus_trl.eval.probes import Probe, read_probes, station_probes
 from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
 from octopus_trl.files import write_whole
 from octopus_trl.models import spec_of
+from octopus_trl.report.progress import StageBars
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last
 from octopus_trl.train.measured import circumstances, load_measured, read_layers
 from octopus_trl.train.startup import hush_libraries
 
 READINGS = ("mount", "unshifted", "rerotate", "reencode")
-TELL_EVERY_S = 15.0
+_STAGE = "layer sets, at most"
 
 
 def main() -> None:
@@ -72,7 +73,9 @@ def main() -> None:
     }
     kept = None if asked.out is None else asked.out.with_suffix(".scores.jsonl")
     scores = {} if kept is None else LayerScores(kept, settings)
-    with Passes(model, most_passes(len(candidates), asked.method, asked.max_layers)) as nll:
+    with StageBars() as bars:
+        most = most_passes(len(candidates), asked.method, asked.max_layers)
+        nll = scorer(model, most, bars)
         study = LayerStudy(probes, nll, candidates, reading=asked.reading, scores=scores)
         ranked = study.rank()
         everywhere = study.restored(candidates)
@@ -173,42 +176,22 @@ def digest(probes: Sequence[Probe]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Passes:
-    """Scores episodes with a model's mounts on some layers, telling how far it is.
+def scorer(model: Any, most: int, bars: StageBars) -> AnswerNll:
+    """Give what scores episodes with a model's mounts on some layers and tells how far it is.
 
     Args:
         most: passes over all probes at most.
     """
+    passes = count(1)
 
-    def __init__(self, model: Any, most: int) -> None:
-        self._model, self._most, self._done = model, most, 0
+    def nll(traces: Sequence[Trace], layers: Sequence[int]) -> list[float]:
+        prepare_model(model, mount_layers=layers)
+        found = [-sum(logps) for logps, _ in score_last(model, traces)]
+        bars.tell(_STAGE, next(passes), most)
+        return found
 
-    def __enter__(self) -> Passes:
-        console = Console(stderr=True)
-        columns = (TextColumn("layer sets"), BarColumn(), MofNCompleteColumn())
-        self._bar = Progress(
-            *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-        )
-        self._bar.start()
-        self._task = self._bar.add_task("", total=self._most)
-        self._began = self._told = time.monotonic()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, traces: Sequence[Trace], layers: Sequence[int]) -> list[float]:
-        prepare_model(self._model, mount_layers=layers)
-        nll = [-sum(logps) for logps, _ in score_last(self._model, traces)]
-        self._done += 1
-        self._bar.advance(self._task)
-        now = time.monotonic()
-        if self._bar.disable and now - self._told >= TELL_EVERY_S:
-            self._told = now
-            left = (now - self._began) / self._done * max(0, self._most - self._done)
-            text = f"{self._done} of at most {self._most} layer sets, {left:.0f} s left"
-            print(text, file=sys.stderr, flush=True)
-        return nll
+    bars.tell(_STAGE, 0, most)
+    return nll
 
 
 def print_tables(
