@@ -32,10 +32,11 @@ from transformers import AutoTokenizer
 
 from octopus_trl import Engine, EpisodeRunner, Trace
 from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
 from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
 from octopus_trl.eval.seal_join_backend import asked_row, is_world
+from octopus_trl.report.ending import ending
 from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
 from octopus_trl.trace_files import write_traces
 from octopus_trl.train.startup import (
@@ -215,14 +216,5 @@ def tell(trace: Trace, stop: Stop, asked: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    try:
+    with ending(disk="the episode is not kept", stopped="nothing is kept"):
         sys.exit(main())
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"error: {error}; the episode is not kept", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped; nothing is kept", file=sys.stderr)
-        sys.exit(130)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -21,16 +20,17 @@ from rich.progress import TaskProgressColumn
 from octopus_trl.agent.corpus import CORPUS_FILE, Corpus, write_questions
 from octopus_trl.agent.opensearch import OpenSearchBackend, connect, fill_index
 from octopus_trl.agent.search import Bm25Backend, write_index
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.benchmarks.benchmark import Benchmark, check_docids
 from octopus_trl.eval.benchmarks.browsecomp_plus import CORPUS, NUM_DOCUMENTS, write_corpus
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.protocols import SearchBackend
+from octopus_trl.report.ending import ending
 from octopus_trl.report.progress import StageBars
 
 
-def main() -> int:
-    """Index the corpus of a folder; a broken line ends in one message."""
+def main() -> None:
+    """Index the corpus of a folder."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,26 +71,17 @@ def main() -> int:
             if asked is not None:
                 save_questions(options.folder, asked, corpus)
             place, backend = _write(options, corpus, bars)
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(
-            f"error: {options.folder}: the index cannot be written there ({error.strerror}); copy "
-            "the corpus to a folder that can",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; no index was written, run it again", file=sys.stderr)
-        return 130
+        raise ConfigError(
+            f"{options.folder}: the index cannot be written there ({error.strerror}); copy the "
+            "corpus to a folder that can"
+        ) from error
     seconds = time.perf_counter() - start
     print(f"{len(corpus)} documents indexed in {seconds:.1f} s: {place}")
     print(f"fingerprint {backend.fingerprint()}")
     if options.try_query:
         for hit in backend.search(options.try_query, 5):
             print(f"{hit.score:8.3f}  {hit.docid}  {hit.title}")
-    return 0
 
 
 def questions_of(options: argparse.Namespace) -> Benchmark:
@@ -141,4 +132,5 @@ def _write(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending(stopped="no index was written, run it again"):
+        main()

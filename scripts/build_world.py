@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 from octopus_trl.agent.corpus import CORPUS_FILE
@@ -19,10 +18,11 @@ from octopus_trl.eval.seal_join import FULL, World, WorldConfig
 from octopus_trl.eval.seal_join_backend import is_world
 from octopus_trl.eval.seal_join_studio import make_shards
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+from octopus_trl.report.ending import ending
 
 
-def main() -> int:
-    """Write the folder; a setting out of range ends in one message."""
+def main() -> None:
+    """Write the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--full", action="store_true", help="12 classes of 6 symbols, long pages")
@@ -50,18 +50,12 @@ def main() -> int:
                 seed=options.seed,
                 processes=options.processes,
             )
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(
-            f"error: {options.folder}: cannot be written ({error.strerror}); name another folder",
-            file=sys.stderr,
-        )
-        return 2
+        raise ConfigError(
+            f"{options.folder}: cannot be written ({error.strerror}); name another folder"
+        ) from error
     made = f"{len(world.docid)} pages, {options.train} + {options.test} questions"
     print(f"{made}, {options.experts} expert episodes: {options.folder}")
-    return 0
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -83,4 +77,5 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending():
+        main()

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree
 
+from octopus_trl.report.ending import ending
 from octopus_trl.trace import Trace
 from octopus_trl.train.records import read_generations
 
@@ -147,7 +148,5 @@ def turns_of(trace: Trace, thread: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)

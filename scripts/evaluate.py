@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from octopus_trl import Engine, EpisodeRunner
 from octopus_trl.agent.config import RolloutConfig
 from octopus_trl.agent.corpus import read_questions
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.benchmarks.benchmark import fingerprint_of
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
@@ -44,6 +44,7 @@ from octopus_trl.eval.records import read_records
 from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
 from octopus_trl.eval.seal_join import ARMS, SPLITS
 from octopus_trl.eval.seal_join_backend import is_world, load_world
+from octopus_trl.report.ending import ending
 from octopus_trl.report.progress import StageBars
 from octopus_trl.train.startup import (
     hush_libraries,
@@ -227,14 +228,8 @@ def tell_episodes(bars: StageBars, done: int, right: int, total: int) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending(
+        disk="the episodes so far are kept",
+        stopped="the episodes so far are kept, the same command goes on",
+    ):
         sys.exit(main())
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"error: {error}; the episodes so far are kept", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped; the episodes so far are kept, the same command goes on", file=sys.stderr)
-        sys.exit(130)

@@ -8,13 +8,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
 
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from octopus_trl.errors import OctopusError
+from octopus_trl.report.ending import ending
 from octopus_trl.train.export import export_merged
 from octopus_trl.train.startup import hush_libraries, load_pretrained, make_output_folder
 
@@ -39,8 +38,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from octopus_trl import score_traces
 from octopus_trl.agent.chat import Chat
 from octopus_trl.agent.tools import offered
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.crossings import crossings_of
 from octopus_trl.eval.errands import errand_probes
 from octopus_trl.eval.extra_kv import KvSize, extra_kv, extra_tokens
@@ -49,6 +49,7 @@ from octopus_trl.eval.systems_page import load_lines, page
 from octopus_trl.eval.trace_statistics import count_mounts
 from octopus_trl.models import spec_of
 from octopus_trl.models.packed import MountMode
+from octopus_trl.report.ending import ending
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
 from octopus_trl.train.choices import score_last
@@ -313,8 +314,5 @@ def table_of(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -6,11 +6,10 @@ python scripts/report.py runs/tiny-hybrid-grpo-learn --output report
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from octopus_trl.errors import OctopusError
 from octopus_trl.report.curves import write_report
+from octopus_trl.report.ending import ending
 from octopus_trl.report.runs import read_run
 
 
@@ -28,7 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending(disk="no report was written"):
         main()
-    except (OctopusError, OSError) as error:
-        sys.exit(f"error: {error}")

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.claims import (
     SCALES,
     TABLES,
@@ -39,6 +39,7 @@ from octopus_trl.eval.claims import (
 )
 from octopus_trl.eval.reproduction import Reproduction
 from octopus_trl.files import write_whole
+from octopus_trl.report.ending import ending
 
 ROOT = Path(__file__).parents[1]
 
@@ -178,10 +179,5 @@ def write(claims: Sequence[Claim]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         sys.exit(main())
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octopus_trl import prepare_model
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.layer_scores import LayerScores
 from octopus_trl.eval.mount_layers import (
     METHODS,
@@ -43,6 +43,7 @@ from octopus_trl.eval.probes import Probe, read_probes, station_probes
 from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
 from octopus_trl.files import write_whole
 from octopus_trl.models import spec_of
+from octopus_trl.report.ending import ending
 from octopus_trl.report.progress import StageBars
 from octopus_trl.trace import Trace
 from octopus_trl.train.choices import score_last
@@ -231,10 +232,5 @@ def figures(each: Restored) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)

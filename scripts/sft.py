@@ -8,18 +8,17 @@ Writes the model, tokenizer and log to `output_dir`; killed and started again wi
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from octopus_trl import prepare_model
-from octopus_trl.errors import OctopusError
 from octopus_trl.eval.seal_join_backend import load_world
 from octopus_trl.eval.seal_join_mixture import SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 from octopus_trl.models.decay import initialise_decay
+from octopus_trl.report.ending import ending
 from octopus_trl.train.checkpoint import resolve
 from octopus_trl.train.sft import (
     OctopusSFTConfig,
@@ -92,8 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

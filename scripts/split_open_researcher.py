@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-from octopus_trl.errors import OctopusError
 from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
 from octopus_trl.eval.benchmarks.open_researcher import (
     CONFIGS,
@@ -24,6 +22,7 @@ from octopus_trl.eval.benchmarks.open_researcher import (
     validation_record,
 )
 from octopus_trl.files import write_whole
+from octopus_trl.report.ending import ending
 
 
 def main() -> None:
@@ -51,14 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with ending(disk="nothing was written", stopped="nothing was written"):
         main()
-    except OctopusError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except OSError as error:
-        print(f"error: {error}; nothing was written", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("stopped; nothing was written", file=sys.stderr)
-        sys.exit(130)

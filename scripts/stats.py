@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
 from octopus_trl.eval.trace_statistics import statistics_of
+from octopus_trl.report.ending import ending
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
 
@@ -85,7 +85,5 @@ def table_of(figures: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        sys.exit(f"error: {error}")

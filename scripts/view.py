@@ -7,10 +7,10 @@ python scripts/view.py runs/eval-late/traces.jsonl --tokenizer data/policy/tiny-
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from octopus_trl.errors import ConfigError, OctopusError
+from octopus_trl.errors import ConfigError
+from octopus_trl.report.ending import ending
 from octopus_trl.report.episode import Decode, write_episode
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import read_traces
@@ -63,7 +63,5 @@ def decoder(folder: str) -> Decode:
 
 
 if __name__ == "__main__":
-    try:
+    with ending():
         main()
-    except OctopusError as error:
-        sys.exit(f"error: {error}")

@@ -206,5 +206,6 @@ def test_the_command_prints_every_figure_or_says_what_is_missing(tmp_path: Path)
     for text in ("75.0%", "1.13", "right, 2 hops, n = 1", "from 128 tokens"):
         assert text in done.stdout
     missing = run(tmp_path / "none.jsonl")
-    assert missing.returncode == 1
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("error: ")
     assert "no traces there" in missing.stderr

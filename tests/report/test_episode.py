@@ -238,7 +238,7 @@ def test_a_wrong_page_size_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "code", "says"),
-    [([], 0, "e<1>"), (["--episode", "none"], 1, "no episode 'none'")],
+    [([], 0, "e<1>"), (["--episode", "none"], 2, "no episode 'none'")],
 )
 def test_the_command_writes_a_page_or_says_what_is_wrong(
     tmp_path: Path, extra: list[str], code: int, says: str
