@@ -38,37 +38,33 @@ from octopus_trl.kernels._decode_tuning import Tuning  # noqa: E402
 
 SHARED, OWN = 32_768, 4_096
 COMPILE_S = 90.0  # candidates that are not compiled by then are left out
-# small, small_block, small_stages, large, large_block, large_stages, warps, programs, turned.
+# small, small_block, small_stages, large, large_block, large_stages, warps, programs.
 SIZES = {
     256: [
-        (16, 64, 3, 64, 32, 4, 4, 1, False),
-        (16, 64, 3, 64, 32, 4, 4, 1, True),
-        (16, 64, 3, 64, 32, 3, 4, 1, False),
-        (16, 32, 3, 64, 32, 2, 4, 2, False),
-        (16, 64, 2, 64, 32, 2, 4, 2, False),
-        (16, 128, 2, 64, 32, 4, 4, 1, False),
-        (16, 64, 3, 128, 32, 3, 8, 1, False),
-        (16, 64, 3, 128, 32, 3, 8, 1, True),
-        (16, 64, 3, 128, 64, 2, 8, 1, False),
+        (16, 64, 3, 64, 32, 4, 4, 1),
+        (16, 64, 3, 64, 32, 3, 4, 1),
+        (16, 32, 3, 64, 32, 2, 4, 2),
+        (16, 64, 2, 64, 32, 2, 4, 2),
+        (16, 128, 2, 64, 32, 4, 4, 1),
+        (16, 64, 3, 128, 32, 3, 8, 1),
+        (16, 64, 3, 128, 64, 2, 8, 1),
+        (16, 64, 3, 128, 32, 4, 8, 1),
     ],
     128: [
-        (16, 64, 4, 128, 64, 3, 8, 1, False),
-        (16, 128, 3, 128, 128, 2, 8, 1, False),
-        (16, 64, 4, 64, 64, 4, 4, 1, False),
-        (16, 64, 4, 64, 64, 4, 4, 1, True),
-        (16, 64, 3, 64, 64, 2, 4, 2, False),
-        (16, 64, 3, 64, 64, 2, 4, 2, True),
+        (16, 64, 4, 128, 64, 3, 8, 1),
+        (16, 128, 3, 128, 128, 2, 8, 1),
+        (16, 64, 4, 64, 64, 4, 4, 1),
+        (16, 64, 3, 64, 64, 2, 4, 2),
     ],
     64: [
-        (16, 64, 4, 128, 64, 4, 8, 1, False),
-        (16, 128, 3, 128, 128, 3, 8, 1, False),
-        (16, 128, 3, 64, 128, 2, 4, 2, False),
-        (16, 64, 4, 64, 64, 3, 4, 3, False),
-        (16, 64, 4, 64, 64, 3, 4, 2, True),
+        (16, 64, 4, 128, 64, 4, 8, 1),
+        (16, 128, 3, 128, 128, 3, 8, 1),
+        (16, 128, 3, 64, 128, 2, 4, 2),
+        (16, 64, 4, 64, 64, 3, 4, 3),
     ],
 }
 SHARES = (1.0, 0.75, 0.34, 0.25)  # beside the table's
-MERGES = ((False, 32, 8), (True, 16, 4), (True, 32, 8))  # overlap, partials at once, warps
+MERGES = ((32, 8), (8, 4))  # partials that the merge reads at once, its warps
 
 
 def main() -> int:
@@ -79,15 +75,16 @@ def main() -> int:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--threads", type=int, nargs="+")
     parser.add_argument("--head-dim", type=int, default=256, choices=list(SIZES))
+    parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--shared", type=int, default=SHARED)
     parser.add_argument("--own", type=int, default=OWN)
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_attention.py needs a CUDA device", file=sys.stderr)
         return 2
-    heads = 16 if asked.head_dim == 256 else 32
+    heads = (4 if asked.head_dim == 256 else 8) * asked.kv_heads
     shapes = [
-        Shape(threads, asked.shared, asked.own, heads, heads // 4, asked.head_dim)
+        Shape(threads, asked.shared, asked.own, heads, asked.kv_heads, asked.head_dim)
         for threads in asked.threads or ([16, 32, 64] if asked.sweep else [8, 16, 64])
     ]
     if asked.sweep:
@@ -104,7 +101,7 @@ def main() -> int:
 
 
 def _sweep(shapes: Sequence[Shape]) -> int:
-    sizes = [Tuning(*each[:8], turned=each[8]) for each in SIZES[shapes[0].head_dim]]
+    sizes = [Tuning(*each) for each in SIZES[shapes[0].head_dim]]
     begin = time.perf_counter()
     ready = _compile_all(sizes, shapes[0])
     print(f"{len(ready)} compiled in {time.perf_counter() - begin:.0f} s", flush=True)
@@ -155,8 +152,8 @@ def _around(found: dict[Tuning, float]) -> Iterator[Tuning]:
     for best in sorted(found, key=found.__getitem__)[:2]:
         for share in SHARES:
             yield replace(best, share=share)
-        for overlap, block, warps in MERGES:
-            merge = replace(best, overlap=overlap, merge_block=block, merge_warps=warps)
+        for block, warps in MERGES:
+            merge = replace(best, merge_block=block, merge_warps=warps)
             yield merge
             yield replace(merge, share=1.0)
 
@@ -191,12 +188,8 @@ def _compile_all(sizes: Sequence[Tuning], shape: Shape) -> set[Tuning]:
     """Fill Triton's cache from many processes; gives the tunings that are there in time."""
     small = replace(shape, threads=1, shared=256, own=64)
     jobs = [
-        [
-            tuning if block is None else replace(tuning, merge_block=block, merge_warps=warps)
-            for block, warps in ((None, 4), (32, 8))
-        ]
-        for overlap in (False, True)
-        for tuning in (replace(each, overlap=overlap) for each in sizes)
+        [tuning, *(replace(tuning, merge_block=b, merge_warps=w) for b, w in MERGES)]
+        for tuning in sizes
     ]
     ready: set[Tuning] = set()
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA

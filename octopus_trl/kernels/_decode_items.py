@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octopus_trl.kernels._decode_tuning import Tuning
-from octopus_trl.kernels._decode_units import attend_tile, attend_turned
+from octopus_trl.kernels._decode_units import attend_tile
 from octopus_trl.kernels._triton import tl, triton
 from octopus_trl.maths.decode_attention import AttentionWork
 
@@ -45,8 +45,6 @@ def attend_items(
     LARGE_BLOCK: tl.constexpr,
     LARGE_STAGES: tl.constexpr,
     REST: tl.constexpr,
-    TURNED: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """Take units from the queue until none is left."""
     units = tl.load(count_ptr) * KV
@@ -84,31 +82,6 @@ def attend_items(
                 REST,
                 LARGE_STAGES,
             )
-        elif TURNED:
-            taken = attend_turned(
-                q_ptr,
-                key_ptr,
-                value_ptr,
-                slots,
-                readers,
-                out_ptr,
-                lse_ptr,
-                queue_ptr,
-                num_slots,
-                num_readers,
-                seen,
-                kv,
-                q_stride,
-                scale,
-                GROUP,
-                KV,
-                D,
-                D_PAD,
-                SMALL,
-                SMALL_BLOCK,
-                REST,
-                SMALL_STAGES,
-            )
         else:
             taken = attend_tile(
                 q_ptr,
@@ -135,8 +108,6 @@ def attend_items(
                 SMALL_STAGES,
             )
         unit = tl.num_programs(0) + taken
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -151,15 +122,12 @@ def merge_partials(
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ) -> None:
     """Merge the partials of one row and head, and set the queue back for the next call."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     lo = tl.load(bound_ptr + row)
     hi = tl.load(bound_ptr + row + 1)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     if (row == 0) & (head == 0):
         tl.store(queue_ptr, 0)
     place = tl.arange(0, BLOCK)
@@ -239,8 +207,6 @@ def attend(
         LARGE_BLOCK=tuning.large_block,
         LARGE_STAGES=tuning.large_stages,
         REST=32,
-        TURNED=tuning.turned,
-        OVERLAP=tuning.overlap,
         num_warps=tuning.warps,
     )
     merge_partials[(rows, heads)](
@@ -254,9 +220,7 @@ def attend(
         D=dim,
         D_PAD=padded,
         BLOCK=tuning.merge_block,
-        OVERLAP=tuning.overlap,
         num_warps=tuning.merge_warps,
-        **({"launch_pdl": True} if tuning.overlap else {}),
     )
     return out
 

@@ -23,8 +23,6 @@ class Tuning:
         warps: of a program.
         programs: on each multiprocessor, as many as registers and shared memory hold.
         merge_block, merge_warps: partials that the merge reads at once, and its warps.
-        overlap: the merge is launched before the items have drained and waits on the device.
-        turned: a small tile is the narrow side of its products (`_decode_units.attend_turned`).
         share: part of a program's work that an item is (`engine/work_cut.py`).
     """
 
@@ -38,8 +36,6 @@ class Tuning:
     programs: int
     merge_block: int = 16
     merge_warps: int = 4
-    overlap: bool = False
-    turned: bool = False
     share: float = 0.5
 
     @classmethod
@@ -78,7 +74,7 @@ _TABLE: dict[int, dict[int, Tuning]] = {
     64: {_ANY: Tuning(16, 64, 4, 128, 64, 4, warps=8, programs=1)},
     128: {_ANY: Tuning(16, 64, 4, 128, 64, 3, warps=8, programs=1)},
     256: {
-        24: Tuning(16, 64, 3, 64, 32, 4, warps=4, programs=1),
+        24: Tuning(16, 32, 3, 64, 32, 2, warps=4, programs=2, share=0.75),
         _ANY: Tuning(16, 64, 3, 128, 32, 3, warps=8, programs=1),
     },
 }

@@ -6,8 +6,7 @@ choice of kernels in a BLAS library does not promise. Of the programs that share
 to arrive adds the parts in their order: one launch, and the same bits each time.
 
 All programs should be resident at once: each then streams its share of the weights at its own pace
-and none waits for a place. An early launch asks for the first weights, into the second-level cache,
-before the rows are there.
+and none waits for a place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor
 from octopus_trl.kernels._triton import (
     await_inputs,
     early,
-    prefetch,
     release_next,
     tl,
     triton,
@@ -57,7 +55,6 @@ def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
 
 _PROGRAMS = 150  # a little more than one for each multiprocessor of an H200
 _MIN_DEPTH = 384  # of a part: less would not pay for starting a program
-AHEAD = 256  # columns of the weights that a program asks for before its rows are there
 
 
 def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
@@ -104,7 +101,6 @@ def launch(
         "DEPTH": cut.depth,
         "PARTS": cut.parts,
         "EVEN": even,
-        "AHEAD": AHEAD if even else 0,
         **early(x.device),
         "num_warps": cut.warps,
         "num_stages": cut.stages,
@@ -140,7 +136,6 @@ def _skinny_linear(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -155,12 +150,6 @@ def _skinny_linear(
     steps = tl.cdiv(dim, DEPTH)
     share = tl.cdiv(steps, PARTS)
     first = part * share
-    if EARLY and AHEAD > 0:
-        # Nobody writes to weights, so they may be asked for before the rows are there.
-        asked = tl.minimum(output, num_outputs - 1).to(tl.int64) * weight_stride
-        length = tl.minimum(tl.minimum(share, steps - first) * DEPTH, AHEAD)
-        nbytes = tl.maximum(length, 0) * (weight.dtype.element_ty.primitive_bitwidth // 8)
-        prefetch(weight + asked + first * DEPTH, tl.zeros_like(output) + nbytes)
     await_inputs(EARLY)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for step in tl.range(first, tl.minimum(first + share, steps)):

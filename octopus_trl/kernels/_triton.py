@@ -1,7 +1,7 @@
 """Triton, or an error that says how to get it; and launches that begin before their inputs exist.
 
 An early launch (programmatic dependent launch, Hopper and later) lets a kernel start while the one
-before it still runs: its programs take their places, ask for weights, and wait for the inputs. Each
+before it still runs: its programs take their places and wait for the inputs. Each
 kernel of ours therefore begins with `begin` or `await_inputs`, before it reads what another kernel
 wrote and before it writes anything; both are nothing where launches are not early.
 """
@@ -28,9 +28,7 @@ except ImportError as error:
 __all__ = [
     "await_inputs",
     "begin",
-    "can_prefetch",
     "early",
-    "prefetch",
     "release_next",
     "tl",
     "triton",
@@ -45,11 +43,6 @@ def early(device: torch.device) -> dict[str, bool]:
     """
     on = _is_early(device.type, os.environ.get("OCTOPUS_EARLY_LAUNCH", "0"))
     return {"EARLY": on, "launch_pdl": on}
-
-
-def can_prefetch(device: torch.device) -> bool:
-    """Whether `prefetch` may be compiled for a device."""
-    return device.type == "cuda" and _is_hopper()
 
 
 def _is_early(device: str, setting: str) -> bool:
@@ -76,24 +69,6 @@ def release_next(EARLY: tl.constexpr) -> None:
     """Let the next kernel take its places, once every program of this one has come here."""
     if EARLY:
         cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointers: tl.tensor, nbytes: tl.tensor) -> None:
-    """Bring stretches of memory into the second-level cache without waiting for them.
-
-    Args:
-        pointers: [n] starts, 16-byte aligned.
-        nbytes: length of each, a multiple of 16.
-    """
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [pointers.to(tl.int64), nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

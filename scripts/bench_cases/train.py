@@ -39,8 +39,9 @@ REPEATS = 2
 LONG_S = 4.0  # a call that took longer is timed once more and not twice
 LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
 # Mean of e^d − 1 − d between packed and separate rows; no token may be off by more than the second.
-# Seen in bfloat16 over 32 random layers: 6.5e-5 and 0.03; of rows in a wrong order: 0.09 and 1.0.
-CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (2e-3, 0.5)}
+# Seen in bfloat16 over 32 random layers: 2.2e-3 and 0.26 on an H200 at r = 3 and at r = 8, where a
+# carried state begins a chunk elsewhere; of rows in a wrong order: 0.09 and 1.0.
+CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (5e-3, 0.6)}
 HOST_LIMIT_S = 1.0  # layout and block lists of the longest row
 GIB = 2**30
 

@@ -51,7 +51,6 @@ def check(
     dim: int,
     dtype: torch.dtype,
     pages: int = PAGES,
-    turned: bool = False,
     **settings: int,
 ) -> None:
     """Compare the kernel with loops; slots that nobody sees hold NaN."""
@@ -59,7 +58,7 @@ def check(
     rows = len(seen)
     pools = poisoned_pools(seen, (pages, PAGE, num_kv, dim), dtype)
     q = torch.randn(rows + 1, heads, dim, dtype=torch.float64).to(dtype)
-    tuning = replace(kernels.Tuning.of(dim, rows + 1), turned=turned)
+    tuning = kernels.Tuning.of(dim, rows + 1)
     settings.setdefault("readers_per_tile", tuning.readers_per_tile(heads // num_kv))
     lists = planned(runs, WorkLayout(rows + 1), **settings)
     work = on_device(lists, device)
@@ -89,20 +88,19 @@ def filled_pools(
     return keys.to(device), values.to(device)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
 @pytest.mark.parametrize(
     ("heads", "num_kv", "dim", "dtype"),
     [(2, 1, 16, torch.float32), (3, 1, 24, torch.float16), (2, 2, 32, torch.float32)],
     ids=str,
 )
 def test_rows_of_a_random_dag_equal_loops_and_nothing_unseen_leaks(
-    heads: int, num_kv: int, dim: int, dtype: torch.dtype, turned: bool, device: torch.device
+    heads: int, num_kv: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     rng = np.random.default_rng([heads, dim])
     torch.manual_seed(dim)
     places = Places(rng, PAGES * PAGE)
     runs = random_runs(rng, places, num_nodes=5, num_rows=[1, 2, 1], lengths=[1, 63, 64, 65])
-    settings: dict[str, Any] = {"num_kv": num_kv, "dim": dim, "dtype": dtype, "turned": turned}
+    settings: dict[str, Any] = {"num_kv": num_kv, "dim": dim, "dtype": dtype}
     check(runs, device, heads=heads, chunk=64, **settings)
 
 
@@ -115,10 +113,7 @@ def test_a_chunk_of_prompt_and_single_rows_share_a_pass(device: torch.device) ->
     check(runs, device, heads=4, num_kv=1, dim=16, dtype=torch.float32, readers_per_tile=6)
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
-def test_a_broken_value_reaches_its_readers_and_no_other_row(
-    turned: bool, device: torch.device
-) -> None:
+def test_a_broken_value_reaches_its_readers_and_no_other_row(device: torch.device) -> None:
     places = Places(np.random.default_rng(2), PAGES * PAGE)
     shared, own = places.take(20), places.take(5)
     runs = [Run("a", [shared], own, 2), Run("b", [shared], places.take(3))]
@@ -126,7 +121,7 @@ def test_a_broken_value_reaches_its_readers_and_no_other_row(
     pools = keys.to(device), values.to(device)
     q = torch.randn(3, 2, 16).to(device)
     work = on_device(planned(runs, WorkLayout(3)), device)
-    tuning = replace(kernels.Tuning.of(16, 3), turned=turned)
+    tuning = kernels.Tuning.of(16, 3)
     clean = attend(q, *pools, work, 0.25, tuning)
     pools[1].view(-1, 2, 16)[own[4], 0, 3] = float("inf")  # the last row of a sees it
     broken = attend(q, *pools, work, 0.25, tuning)
@@ -227,15 +222,14 @@ def test_compiled_rows_equal_float64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [False, True], ids=["tile", "turned"])
 @pytest.mark.parametrize("readers", [1, 2, 4, 5, 32, 33, 64, 200])
 def test_compiled_readers_of_one_long_text_equal_float64(
-    readers: int, turned: bool, device: torch.device
+    readers: int, device: torch.device
 ) -> None:
     places = Places(np.random.default_rng(readers), 3000 * PAGE)
     shared = places.take(8193)
     runs = [Run(n, [shared], places.take(n % 67)) for n in range(readers)]
-    settings: dict[str, Any] = {"num_kv": 4, "dim": 256, "dtype": torch.bfloat16, "turned": turned}
+    settings: dict[str, Any] = {"num_kv": 4, "dim": 256, "dtype": torch.bfloat16}
     check(runs, device, heads=16, pages=3000, **settings)
 
 
