@@ -129,6 +129,17 @@ class OctopusGRPOConfig(GRPOConfig):
         "out of the update and counted.",
         "tokens",
     )
+    mlp_tile_tokens: int | None = own(
+        None,
+        "Tokens of a packed row that an MLP works on at once, computed again in the backward pass: "
+        "longer rows fit, and an update takes about a sixth more time; none takes rows whole.",
+        "tokens",
+    )
+    activation_offloading: bool = own(
+        False,
+        "Keep the inputs of checkpointed layers in pinned host memory between the passes: longer "
+        "rows fit; with `gradient_checkpointing`.",
+    )
     detach_mounts: bool = own(
         False, "Ablation: no gradient from a reader into what it mounted.", "-", "-"
     )

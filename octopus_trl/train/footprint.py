@@ -7,9 +7,14 @@ backward pass needs; what a kernel keeps for itself is not, and neither is fragm
     row(T) = T (layers · h · b + last norm) + max(T · widest layer, scored chunk · vocabulary · 16)
 
 with checkpointing, where each layer keeps its input of width h and b bytes a number and is computed
-again; without it every layer is kept. Measured against it: real peaks of a tiny dense model on a
-CPU, a fifth to a third below, and two peaks of an H200 (2026-11-30: Qwen3.5-4B shapes, stock
-layers, LoRA r = 16) of 16.7 GiB at 16,384 tokens and 15.3 at 8,192; tests hold both.
+again; without it every layer is kept. Where MLPs run in tiles (`mlp_tile_tokens`), what they keep
+counts for one tile and not for the row; with `activation_offloading` the layers' inputs are bytes
+of the host.
+
+Measured against it: real peaks of a tiny dense model on a CPU, a fifth to a third below; four of an
+H200 (Qwen3.5-4B shapes, LoRA r = 16): stock layers, 15.3 GiB at 8,192 tokens and 16.7 at 16,384,
+packed rows, 18.7 GiB at 25,089 tokens and 40.3 at 75,734, where the count is 10 and 14 % above;
+tests hold them.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ class Footprint:
         frozen_bytes, trained_bytes: of the modules as they are loaded.
         kept: bytes that a token of a packed row keeps from forward to backward pass.
         widest: bytes a token that the backward pass of the widest layer needs beside them.
+        tile: bytes that the backward pass of an MLP's tile needs beside them; 0 without tiles.
+        offloaded: bytes a token of what is kept in host memory; 0 where nothing is.
     """
 
     spec: ModelSpec
@@ -54,22 +61,49 @@ class Footprint:
     trained_bytes: int
     kept: int
     widest: int
+    tile: int = 0
+    offloaded: int = 0
 
     @classmethod
-    def of(cls, model: nn.Module, *, autocast: bool, checkpointing: bool) -> Footprint:
+    def of(
+        cls,
+        model: nn.Module,
+        *,
+        autocast: bool,
+        checkpointing: bool,
+        tile_tokens: int | None = None,
+        offloading: bool = False,
+    ) -> Footprint:
         """Count a prepared model, on whatever device it is.
 
         Args:
             autocast: products run in bfloat16.
+            tile_tokens: of an MLP's tile; None where MLPs take rows whole.
+            offloading: inputs of checkpointed layers wait in host memory.
         """
         parameters = list(model.parameters())
         trained = [p for p in parameters if p.requires_grad]
         causal_lm, spec = unwrap(model), spec_of(model)
         dtype = causal_lm.get_input_embeddings().weight.dtype
         narrow = 2 if autocast else dtype.itemsize
+        tiles = 0
         layers = [layer_bytes(layer, spec, narrow) for layer in causal_lm.model.layers]
+        if tile_tokens is not None:
+            parts = [mlp_bytes(layer, spec, narrow) for layer in causal_lm.model.layers]
+            tiles = tile_tokens * max(saved + flying for saved, flying in parts)
+            # Of a tiled MLP a layer keeps the input and the output; gradients of the mixer's
+            # widest tensors fly when the MLP is done.
+            layers = [
+                (saved - inner + 2 * narrow * spec.hidden_size, _flying(layer, narrow, mlp=False))
+                for layer, (saved, _), (inner, _) in zip(
+                    causal_lm.model.layers, layers, parts, strict=True
+                )
+            ]
         stream = spec.hidden_size * dtype.itemsize
         kept = len(layers) * stream if checkpointing else sum(layer[0] for layer in layers)
+        offloaded = kept if offloading else 0
+        if offloading:
+            kept = 2 * stream  # one layer's input at work, one on its way
         kept += NORM_BYTES * spec.hidden_size + stream  # the last norm, which no checkpoint covers
         moving = [saved + flying for saved, flying in layers]
         return cls(
@@ -81,6 +115,8 @@ class Footprint:
             sum(p.nbytes for p in trained),
             kept,
             max(moving) if checkpointing else max(flying for _, flying in layers),
+            tiles,
+            offloaded,
         )
 
     @property
@@ -90,12 +126,12 @@ class Footprint:
 
     def row_bytes(self, tokens: int) -> int:
         """Bytes that a packed row of so many tokens takes at the peak of its backward pass."""
-        return tokens * self.kept + max(tokens * self.widest, self.logit_bytes)
+        return tokens * self.kept + max(tokens * self.widest + self.tile, self.logit_bytes)
 
     def longest_row(self, num_bytes: int) -> int:
         """Give the most tokens of a row that `num_bytes` hold; 0 where not one."""
         beside_logits = (num_bytes - self.logit_bytes) // self.kept
-        whole = num_bytes // (self.kept + self.widest)
+        whole = (num_bytes - self.tile) // (self.kept + self.widest)
         return max(0, min(beside_logits, whole))
 
 
@@ -153,15 +189,34 @@ def layer_bytes(layer: nn.Module, spec: ModelSpec, narrow: int) -> tuple[int, in
         saved += NORM_BYTES * spec.num_kv_heads * spec.head_dim
     elif spec.tail_shape:
         saved += narrow * (spec.tail_shape[0] + STATE_CHUNK * spec.state_shape[0])
-    return saved, widest * (3 * narrow + 4)
+    return saved, _flying(layer, narrow)
 
 
-def mlp_bytes(layer: nn.Module, spec: ModelSpec, narrow: int) -> int:
-    """Count the part of `layer_bytes` that the MLP and the norm before it keep, a token."""
+def mlp_bytes(layer: nn.Module, spec: ModelSpec, narrow: int) -> tuple[int, int]:
+    """Count the part of `layer_bytes` that the MLP has, the norm before it included.
+
+    Returns:
+        Bytes a token, each.
+    """
     products = [module for name, module in _products(layer) if _in_mlp(name)]
     widest = max(max(m.in_features, m.out_features) for m in products)
     widths = sum(m.in_features + m.out_features for m in products)
-    return narrow * (widths + widest) + NORM_BYTES * spec.hidden_size
+    saved = narrow * (widths + widest) + NORM_BYTES * spec.hidden_size
+    return saved, _flying(layer, narrow, mlp=True)
+
+
+def _flying(layer: nn.Module, narrow: int, *, mlp: bool | None = None) -> int:
+    """Count gradients that exist at once: of the widest three tensors, and one in float32.
+
+    Args:
+        mlp: of the MLP alone, of the mixer alone, or of all products.
+    """
+    widest = max(
+        max(module.in_features, module.out_features)
+        for name, module in _products(layer)
+        if mlp is None or _in_mlp(name) == mlp
+    )
+    return widest * (3 * narrow + 4)
 
 
 def _products(layer: nn.Module) -> list[tuple[str, nn.Linear]]:

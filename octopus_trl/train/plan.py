@@ -237,6 +237,11 @@ class Plan:
         return self.footprint.row_bytes(self.args.max_row_tokens)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the fullest packed row takes, of one rank."""
+        return self.footprint.offloaded * self.args.max_row_tokens
+
+    @property
     def generation_bytes(self) -> int:
         """The peak of a generation."""
         return RESERVE + self.held + self.trained_state + self.pool_bytes + self.pass_bytes
@@ -289,6 +294,10 @@ class Plan:
             fix = f"set max_row_tokens to {longest} or less" if longest else "take a larger card"
             if longest and not args.gradient_checkpointing:
                 fix += ", or gradient_checkpointing: true"
+            elif args.mlp_tile_tokens is None:
+                fix += ", or mlp_tile_tokens: 16384"
+            elif not args.activation_offloading:
+                fix += ", or activation_offloading: true"
             self.problems.append(
                 f"max_row_tokens={args.max_row_tokens}: an update with such a row takes "
                 f"{gib(self.update_bytes)}, the card has {gib(card)}; {fix}"

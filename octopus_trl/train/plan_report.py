@@ -105,6 +105,7 @@ class Report:
             ("widest pass of the engine", each(lambda p: gib(p.pass_bytes))),
             ("packed tokens of a row, at most", each(lambda p: f"{p.args.max_row_tokens:,}")),
             ("packed row", each(lambda p: gib(p.row_bytes))),
+            ("packed row, in host memory", each(lambda p: gib(p.host_bytes))),
             ("peak of a generation", each(lambda p: gib(p.generation_bytes))),
             ("peak of an update", each(lambda p: gib(p.update_bytes))),
             ("longest row that would fit", each(lambda p: f"{p.longest_row:,}")),
@@ -204,9 +205,11 @@ def footprint_of(
     adapter = get_peft_config(model_args)
     wide = layout.zero != 3  # TRL leaves an adapter in the model's dtype under ZeRO-3
     dtype = _dtype(model_args, config)
-    modes = {
+    modes: dict[str, Any] = {
         "autocast": bool(args.bf16),
         "checkpointing": bool(args.gradient_checkpointing),
+        "tile_tokens": args.mlp_tile_tokens,
+        "offloading": args.activation_offloading,
     }
     settings = [str(dtype), args.mount_layers, wide, modes]
     targets = None if adapter is None else adapter.to_dict()

@@ -36,20 +36,21 @@ COLUMNS = (
     "states",
     "packed row",
     "peaks: generation, update",
-    "longest row that fits",
-    "decode of a step",
+    "longest row that fits, host memory of a row",
+    "decode, prefill, update of a step",
+    "an episode of the mix",
 )
 TAIL = """
 *Held* is weights, adapter, resident copy (ZeRO-3), optimizer and gradients; bytes are of one GPU.
-*Decode* is for episodes of {given:,} tokens given and {sampled:,} sampled, the frozen mix
-`data/bench/mixes/episode_v1.json.gz`, at the rate of one line:
+Seconds are for episodes of {given:,} tokens given and {sampled:,} sampled, the frozen mix
+`data/bench/mixes/episode_v1.json.gz`, at these rates:
 
 {sources}
 
-So a step is longer than that by what has no figure yet. An episode like that mix is one tree of
-{unique:,} tokens, more than `max_row_tokens` and more than the longest row that fits: it would be
-left out of the update whole, counted in `packing/left_out`. Raise `max_row_tokens` towards the
-longest row that fits, or bound trees with `window`, `max_threads` and `max_turns`.
+Tools, rewards, old log-probs and what a short row saves or a long one adds to the rate of its
+update are not in them. An episode like that mix is one tree of {unique:,} tokens. A tree is never
+split: where it exceeds `max_row_tokens` it is left out of the update whole, counted in
+`packing/left_out`. Rows that long fit with `mlp_tile_tokens` and `activation_offloading`.
 """
 
 
@@ -96,7 +97,7 @@ def render() -> str:
 
 def _line(name: str, report: Report) -> str:
     (plan,), (speeds,) = report.plans, report.speeds
-    decode = plan.seconds(speeds, report.episode)["decode"]
+    seconds = plan.seconds(speeds, report.episode)
     cells = (
         f"`{name}`",
         f"{plan.layout.name}, `{plan.layout.launch_file}.yaml`",
@@ -106,8 +107,9 @@ def _line(name: str, report: Report) -> str:
         f"{plan.sizes.states:,} ({_gib(plan.state_bytes)})",
         _gib(plan.row_bytes),
         f"{_gib(plan.generation_bytes)}, {_gib(plan.update_bytes)}",
-        f"{plan.longest_row:,}",
-        "no figure" if decode is None else f"{decode:,.0f} s",
+        f"{plan.longest_row:,}, {_gib(plan.host_bytes)}",
+        ", ".join("no figure" if s is None else f"{s:,.0f} s" for s in seconds.values()),
+        "fits a row" if report.episode.unique <= plan.args.max_row_tokens else "left out",
     )
     return "| " + " | ".join(cells) + " |"
 

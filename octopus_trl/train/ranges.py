@@ -25,6 +25,7 @@ _AT_LEAST_ONE = (
     "num_states",
     "max_row_tokens",
     "max_path_tokens",
+    "mlp_tile_tokens",
     "num_generations_eval",
     "num_iterations",
     "steps_per_generation",
@@ -105,6 +106,11 @@ def _check_pairs(config: OctopusGRPOConfig) -> None:
             f"num_pages={config.num_pages} of page_size={config.page_size} hold "
             f"{config.num_pages * config.page_size} tokens, one thread may need window="
             f"{config.window}: raise num_pages or lower window"
+        )
+    if config.activation_offloading and not config.gradient_checkpointing:
+        raise ConfigError(
+            "activation_offloading=true with gradient_checkpointing=false would move every tensor "
+            "of every layer to the host: set gradient_checkpointing: true"
         )
     path, row = config.max_path_tokens, config.max_row_tokens
     if path is not None and path > row:

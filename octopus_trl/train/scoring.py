@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 
 from octopus_trl.models.packed import run_packed
 from octopus_trl.train.checks import check_traces
@@ -21,6 +23,14 @@ from octopus_trl.train.rows import (
     sampled_logps,
 )
 from octopus_trl.train.weights import eval_mode, say
+
+
+def _kept_on_host() -> save_on_cpu:
+    """Keep what a pass saves for its backward pass in host memory, pinned where there is a GPU.
+
+    What a checkpointed layer computes again is not saved by the pass and stays on the device.
+    """
+    return save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
 class PackedRows:
@@ -88,15 +98,16 @@ class PackedRows:
         return rows + [empty_row() for _ in range(wanted - len(rows))]
 
     def _row_logps(self, model: nn.Module, row: LossRow, temperature: float) -> Tensor:
-        return run_packed(
-            model,
-            self._spec,
-            row.packed,
-            row.rows,
-            row.targets,
-            temperature=temperature,
-            detach_mounts=self.args.detach_mounts,
-        )
+        with _kept_on_host() if self.args.activation_offloading else nullcontext():
+            return run_packed(
+                model,
+                self._spec,
+                row.packed,
+                row.rows,
+                row.targets,
+                temperature=temperature,
+                detach_mounts=self.args.detach_mounts,
+            )
 
     def _score(self, batch: dict[str, Any]) -> list[list[Tensor]]:
         """Score the owned tokens of every trace; see `_score_trees`."""

@@ -26,6 +26,7 @@ from trl.trainer.utils import use_adapter
 from octopus_trl.agent.rollout import EpisodeRunner
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import prepare_model, spec_of
+from octopus_trl.models.mlp_tiles import tile_mlps
 from octopus_trl.trace import Trace
 from octopus_trl.train import flops, histograms, loss, records
 from octopus_trl.train.card import Card
@@ -115,6 +116,8 @@ class OctopusGRPOTrainer(
             args.model_init_kwargs = None
         # TRL wraps the model's forward as it finds it, so ours must be in place before.
         prepare_model(model, mount_layers=args.mount_layers)
+        if args.mlp_tile_tokens is not None:
+            tile_mlps(model, args.mlp_tile_tokens)
         refuse_balance_loss(model.config, args.router_aux_loss_coef)
         if peft_config is not None:
             peft_config = settle_targets(model, peft_config)

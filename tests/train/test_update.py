@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from octopus_trl import score_traces
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths import objective
+from octopus_trl.train import scoring
 from octopus_trl.train.rows import longest_path
 from tests.train.runs import (
     Gradients,
@@ -253,3 +255,45 @@ def test_trees_without_an_advantage_are_measured_and_move_nothing(
     assert difference(mixed[0], half) < 2e-5
     for name in ("rollout_kl/mean", "importance_weight/mean", "entropy_estimate"):
         assert logged(trainer, name)[0] == pytest.approx(logged(one_row[0], name)[0], rel=1e-4)
+
+
+def test_gradient_with_tiled_mlps_is_that_of_whole_rows(one_row: Any, tmp_path: Path) -> None:
+    with replayed():
+        trainer, steps = gradients(tmp_path, mlp_tile_tokens=100)
+    mlps = [module for name, module in trainer.model.named_modules() if name.endswith(".mlp")]
+    assert {mlp.octopus_tile_tokens for mlp in mlps} == {100}
+    assert difference(steps[0], one_row[1][0]) < 2e-5
+
+
+def test_gradient_with_offloaded_activations_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+
+    class Counted(save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tensor.nbytes) or pack(tensor)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(scoring, "save_on_cpu", Counted)
+    with replayed():
+        _, here = gradients(tmp_path / "here", gradient_checkpointing=True)
+        assert not moved
+        trainer, there = gradients(
+            tmp_path / "there", gradient_checkpointing=True, activation_offloading=True
+        )
+    assert len(moved) >= trainer.model.config.num_hidden_layers
+    assert here[0].keys() == there[0].keys()
+    assert all(torch.equal(there[0][name], grad) for name, grad in here[0].items())
+
+
+def test_offloading_without_checkpointing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set gradient_checkpointing: true"):
+        make_trainer(
+            tmp_path,
+            None,
+            asked_rows(2),
+            gradient_checkpointing=False,
+            activation_offloading=True,
+        )
