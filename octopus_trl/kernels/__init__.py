@@ -44,6 +44,7 @@ _OPERATIONS = {
     "lora_shrink": ("lora", True),
     "lora_expand": ("lora", True),
     "skinny_linear": ("linear", True),
+    "gated_linear": ("linear", True),
 }
 
 

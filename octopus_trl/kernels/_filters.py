@@ -72,7 +72,7 @@ def search(
                 **shape,
                 SHIFT=shift,
                 BLOCK=block,
-                **early(device),
+                **early(device, rows),
                 num_warps=8,
             )
             _narrow[(rows,)](
@@ -84,7 +84,7 @@ def search(
                 blocks,
                 **shape,
                 BLOCKS=triton.next_power_of_2(blocks),
-                **early(device),
+                **early(device, rows),
                 num_warps=4,
             )
     return Found(found, shift)

@@ -6,7 +6,10 @@ choice of kernels in a BLAS library does not promise. Of the programs that share
 to arrive adds the parts in their order: one launch, and the same bits each time.
 
 All programs should be resident at once: each then streams its share of the weights at its own pace
-and none waits for a place.
+and none waits for a place. In an early launch a program asks for its first weights, which no kernel
+of a pass writes, before it waits for the rows: they are on their way while the kernel before still
+runs. They are added last, in every launch, so that nothing waits for them and the order of a sum
+does not depend on how it was launched.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from octopus_trl.kernels._triton import (
     tl,
     triton,
 )
+from octopus_trl.kernels.gates import gated_value
 
 MAX_ROWS = 64  # beyond, a BLAS library is at its best
 
@@ -34,6 +38,9 @@ class Tiling(NamedTuple):
         outputs, depth: rows and columns of a tile of the matrix, powers of two.
         parts: programs that share the depth of one output.
         warps, stages: of a program; stages is the number of tiles in flight.
+        ahead: tiles of a part that are added last; an early launch asks for them before it waits.
+        soon: an early launch lets the next kernel take its places as soon as it has its inputs,
+            otherwise when it has read its weights.
     """
 
     outputs: int
@@ -41,6 +48,8 @@ class Tiling(NamedTuple):
     parts: int
     warps: int
     stages: int
+    ahead: int = 1
+    soon: bool = False
 
 
 def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
@@ -49,25 +58,29 @@ def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
     while triton.cdiv(num_outputs, 64) * parts < _PROGRAMS and dim // (2 * parts) >= _MIN_DEPTH:
         parts *= 2
     if rows <= 32:
-        return Tiling(64, 128, parts, warps=4, stages=3)
-    return Tiling(128, 64, parts, warps=8, stages=4)
+        return Tiling(64, 128, parts, warps=4, stages=3, ahead=1)
+    return Tiling(128, 64, parts, warps=8, stages=4, ahead=2)
 
 
 _PROGRAMS = 150  # a little more than one for each multiprocessor of an H200
 _MIN_DEPTH = 384  # of a part: less would not pay for starting a program
 
 
-def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
-    """Launch ``x W^T`` with a given tiling.
+def multiply(x: Tensor, weight: Tensor, cut: Tiling, *, gated: bool = False) -> Tensor:
+    """Launch ``x W^T`` with a given tiling, or SwiGLU of it.
 
     Args:
-        x: [R, d], R at most `MAX_ROWS`; weight: [N, d]; rows of any stride.
+        x: [R, d], R at most `MAX_ROWS`; weight: [N, d]; rows of any stride. The weights must not
+            come from the launch just before this one.
+        gated: gate the upper half of the outputs by the lower half, as ``gates.swiglu`` does of
+            their rounded values; a tiling of one part.
 
     Returns:
-        [R, N] in the dtype of x. Calls on one device must follow one another (they share
-        counters), as on one stream.
+        [R, N], gated [R, N / 2], in the dtype of x. Calls on one device must follow one another
+        (they share counters), as on one stream.
     """
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    num_outputs = len(weight) // 2 if gated else len(weight)
+    y = torch.empty(len(x), num_outputs, dtype=x.dtype, device=x.device)
     grid, arguments, settings = launch(x, weight, y, cut)
     _skinny_linear[grid](*arguments, **settings)
     return y
@@ -76,13 +89,15 @@ def multiply(x: Tensor, weight: Tensor, cut: Tiling) -> Tensor:
 def launch(
     x: Tensor, weight: Tensor, y: Tensor, cut: Tiling
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Give grid, arguments and settings of a product's launch."""
+    """Give grid, arguments and settings of a launch; y of half as many columns is gated."""
     (rows, num_outputs), dim = y.shape, weight.shape[1]
-    tiles = triton.cdiv(num_outputs, cut.outputs)
+    gated = 2 * num_outputs == len(weight)
+    assert not gated or cut.parts == 1, "a gate needs whole sums"
+    tiles = triton.cdiv(len(weight), cut.outputs)
     partial = y
     if cut.parts > 1:
         partial = torch.empty(cut.parts, rows, num_outputs, dtype=torch.float32, device=x.device)
-    even = dim % cut.depth == 0
+    when = early(x.device, rows)
     arguments = (
         x,
         weight,
@@ -100,8 +115,13 @@ def launch(
         "OUTPUTS": cut.outputs,
         "DEPTH": cut.depth,
         "PARTS": cut.parts,
-        "EVEN": even,
-        **early(x.device),
+        "EVEN": dim % cut.depth == 0,
+        "GATED": gated,
+        "AHEAD": cut.ahead,
+        # Tiles of more rows would leave too few registers for two programs on a multiprocessor.
+        "HOLD": when["EARLY"] and rows <= 32,
+        "SOON": cut.soon,
+        **when,
         "num_warps": cut.warps,
         "num_stages": cut.stages,
     }
@@ -136,34 +156,72 @@ def _skinny_linear(
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
+    GATED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HOLD: tl.constexpr,
+    SOON: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    line = tl.arange(0, OUTPUTS)
+    if GATED:
+        # Lines of the gate and of its up side by side.
+        column = tile * (OUTPUTS // 2) + line // 2
+        output = column + line % 2 * num_outputs
+        real = (column < num_outputs)[:, None]
+    else:
+        output = tile * OUTPUTS + line
+        real = (output < num_outputs)[:, None]
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, DEPTH)
-    real = (output < num_outputs)[:, None]
     given = (row < rows)[None, :]
     matrix = weight + output.to(tl.int64)[:, None] * weight_stride + depth[None, :]
     inputs = x + row[None, :] * x_stride + depth[:, None]
     steps = tl.cdiv(dim, DEPTH)
     share = tl.cdiv(steps, PARTS)
     first = part * share
+    count = tl.maximum(tl.minimum(share, steps - first), 0)
+    held: tl.tensor = ()
+    beside: tl.tensor = ()
+    if HOLD:
+        for index in tl.static_range(AHEAD):
+            at = tl.minimum(first + index, steps - 1) * DEPTH
+            held = held + (_weights(matrix, at, real, depth, dim, EVEN),)
     await_inputs(EARLY)
+    if SOON:
+        release_next(EARLY)
+    if HOLD:
+        for index in tl.static_range(AHEAD):
+            at = tl.minimum(first + index, steps - 1) * DEPTH
+            beside = beside + (_inputs(inputs, at, given, depth, dim, EVEN),)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for step in tl.range(first, tl.minimum(first + share, steps)):
-        at = step * DEPTH
-        if EVEN:
-            w = tl.load(matrix + at, mask=real, other=0.0)
-            columns = tl.load(inputs + at, mask=given, other=0.0)
-        else:
-            inside = at + depth < dim
-            w = tl.load(matrix + at, mask=real & inside[None, :], other=0.0)
-            columns = tl.load(inputs + at, mask=given & inside[:, None], other=0.0)
+    # The first tiles come last, held or not, so that both give the same bits.
+    ahead = tl.minimum(AHEAD, count)
+    for index in tl.range(ahead, count if HOLD else count + ahead):
+        at = (first + tl.where(index < count, index, index - count)) * DEPTH
+        w = _weights(matrix, at, real, depth, dim, EVEN)
+        columns = _inputs(inputs, at, given, depth, dim, EVEN)
         sums = tl.dot(w, columns, sums, input_precision="ieee")
-    # Not before: the next kernel's programs would take room and bandwidth from this one's.
-    release_next(EARLY)
+    if not SOON:
+        # Not before: the next kernel's programs would take room and bandwidth from this one's.
+        release_next(EARLY)
+    if HOLD:
+        for index in tl.static_range(AHEAD):
+            # A choice made here keeps them in registers until here: the compiler moves what goes
+            # straight to a product into shared memory at once, and waits for it there.
+            mine = index < count
+            w = tl.where(mine, held[index], 0.0)
+            columns = tl.where(mine, beside[index], 0.0)
+            sums = tl.dot(w, columns, sums, input_precision="ieee")
+    if GATED:
+        gate, up = tl.split(tl.trans(tl.reshape(sums, [OUTPUTS // 2, 2, ROWS]), 0, 2, 1))
+        column = tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        to = row[None, :] * num_outputs + column[:, None]
+        dtype: tl.constexpr = y.dtype.element_ty
+        value = gated_value(gate.to(dtype), up.to(dtype))
+        tl.store(y + to, value, mask=given & (column < num_outputs)[:, None])
+        return
     to = row[None, :] * num_outputs + output[:, None]
     if PARTS == 1:
         tl.store(y + to, sums.to(y.dtype.element_ty), mask=real & given)
@@ -175,13 +233,47 @@ def _skinny_linear(
         before = tl.atomic_add(arrived + tile, 1, sem="acq_rel")
         if before == PARTS - 1:
             total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-            for index in tl.static_range(PARTS):
+            for other in tl.static_range(PARTS):
                 # Past the first-level cache, which other multiprocessors do not write to.
                 total += tl.load(
-                    partial + index * size + to,
+                    partial + other * size + to,
                     mask=real & given,
                     other=0.0,
                     cache_modifier=".cg",
                 )
             tl.store(y + to, total.to(y.dtype.element_ty), mask=real & given)
             tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def _weights(
+    matrix: tl.tensor,
+    at: tl.tensor,
+    real: tl.tensor,
+    depth: tl.tensor,
+    dim: tl.tensor,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """Load the tile of the matrix that begins at a depth."""
+    if EVEN:
+        mask = real
+    else:
+        mask = real & (at + depth < dim)[None, :]
+    return tl.load(matrix + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _inputs(
+    inputs: tl.tensor,
+    at: tl.tensor,
+    given: tl.tensor,
+    depth: tl.tensor,
+    dim: tl.tensor,
+    EVEN: tl.constexpr,
+) -> tl.tensor:
+    """Load the tile of the rows that begins at a depth, a row a column."""
+    if EVEN:
+        mask = given
+    else:
+        mask = given & (at + depth < dim)[:, None]
+    return tl.load(inputs + at, mask=mask, other=0.0)

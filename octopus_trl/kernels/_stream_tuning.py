@@ -2,12 +2,14 @@
 
 Only what was measured faster on an H200 is listed, by the matrices of Qwen3.5-4B and the rows of a
 pass; `scripts/tune_kernels.py linear` measures and prints the lines. Everything else is left to
-BLAS, so a shape that nobody has measured is never slower than it was.
+BLAS, so a shape that nobody has measured is never slower than it was; but passes in which the
+streaming kernel takes every product have a line in `_pass_tuning`.
 """
 
 from __future__ import annotations
 
-from octopus_trl.kernels._stream import Tiling
+from octopus_trl.kernels._pass_tuning import pass_tuning
+from octopus_trl.kernels._stream import Tiling, tiling
 
 # Rows of A of a LoRA adapter lie below a fused matrix (`models/projections.py`): a line serves
 # matrices of its depth with up to this share of outputs more.
@@ -24,7 +26,27 @@ _TABLE: dict[tuple[int, int], dict[int, Tiling | None]] = {
 
 
 def tuned(rows: int, dim: int, num_outputs: int) -> Tiling | None:
-    """Give the tiling of a product; None where BLAS is at least as fast, or nobody has measured."""
+    """Give the tiling of a product; None where BLAS does it: it is at least as fast there, or
+    nobody has measured, and the pass leaves it products.
+    """
+    measured = _measured(rows, dim, num_outputs)
+    if measured is None and pass_tuning(rows).streams:
+        return tiling(rows, num_outputs, dim)
+    return measured
+
+
+def tuned_gate(rows: int, dim: int, num_outputs: int) -> Tiling | None:
+    """Give the tiling of gate, up and SwiGLU as one product; None where they are two launches.
+
+    Its sums are those of the product by `tuned`, or by `tiling`.
+    """
+    if not pass_tuning(rows).gated:
+        return None
+    cut = _measured(rows, dim, num_outputs) or tiling(rows, num_outputs, dim)
+    return cut if cut.parts == 1 else None
+
+
+def _measured(rows: int, dim: int, num_outputs: int) -> Tiling | None:
     for (depth, outputs), lines in _TABLE.items():
         if depth == dim and outputs <= num_outputs <= outputs * (1 + _MORE_OUTPUTS):
             return next((cut for most, cut in lines.items() if rows <= most), None)

@@ -3,7 +3,7 @@
 An early launch (programmatic dependent launch, Hopper and later) lets a kernel start while the one
 before it still runs: its programs take their places and wait for the inputs. Each
 kernel of ours therefore begins with `begin` or `await_inputs`, before it reads what another kernel
-wrote and before it writes anything; both are nothing where launches are not early.
+of the pass wrote and before it writes anything; both are nothing where launches are not early.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import torch
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.kernels._pass_tuning import pass_tuning
 
 try:
     import triton
@@ -35,20 +36,31 @@ __all__ = [
 ]
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Give a launch's keywords that say whether it is early.
+def early(device: torch.device, rows: int) -> dict[str, bool]:
+    """Give a launch's keywords that say whether it is early, by the rows of its pass.
+
+    OCTOPUS_EARLY_LAUNCH=0 or 1 decides for all passes; without it `_pass_tuning` does.
 
     Raises:
         ConfigError: OCTOPUS_EARLY_LAUNCH is neither 0 nor 1.
     """
-    on = _is_early(device.type, os.environ.get("OCTOPUS_EARLY_LAUNCH", "0"))
+    # Kernels that are not early (of torch, of a BLAS library, attention) may stand anywhere between
+    # early ones. One of them starts when all before it is done: every program of an early kernel
+    # waits for its predecessor, so that the end of one is the end of all before it. An early one
+    # after it starts when its programs have ended, and waits for their writes. What is read before
+    # a wait (weights, the rows' state slots) was written before such a kernel: the embedding, or
+    # the choice of rows for the head.
+    on = _is_early(device.type, os.environ.get("OCTOPUS_EARLY_LAUNCH"), rows)
     return {"EARLY": on, "launch_pdl": on}
 
 
-def _is_early(device: str, setting: str) -> bool:
-    if setting not in ("0", "1"):
-        raise ConfigError(f"OCTOPUS_EARLY_LAUNCH is {setting!r}, must be '0' or '1'")
-    return setting == "1" and device == "cuda" and _is_hopper()
+def _is_early(device: str, setting: str | None, rows: int) -> bool:
+    if setting not in (None, "0", "1"):
+        raise ConfigError(
+            f"OCTOPUS_EARLY_LAUNCH is {setting!r}, must be '0' or '1'; unset it for the default"
+        )
+    on = pass_tuning(rows).early if setting is None else setting == "1"
+    return on and device == "cuda" and _is_hopper()
 
 
 @functools.cache

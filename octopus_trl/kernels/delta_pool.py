@@ -133,7 +133,7 @@ def gated_delta_pool_step(
         COLUMNS=columns,
         TILES=triton.next_power_of_2(triton.cdiv(value_dim, columns)),
         STAGES=TILING.stages,
-        **early(mixed.device),
+        **early(mixed.device, len(mixed)),
         # A thread holds an element at least, so that no element has two owners.
         num_warps=max(1, min(TILING.warps, key_block * columns // _THREADS)),
     )

@@ -25,7 +25,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(rows, dim, dtype=gate_up.dtype, device=gate_up.device)
     _swiglu[(triton.cdiv(dim, _BLOCK), rows)](
-        gate_up, y, gate_up.stride(0), dim, BLOCK=_BLOCK, **early(y.device), num_warps=4
+        gate_up, y, gate_up.stride(0), dim, BLOCK=_BLOCK, **early(y.device, rows), num_warps=4
     )
     return y
 
@@ -53,10 +53,18 @@ def sigmoid_gate(x: Tensor, *, gate: Tensor) -> Tensor:
         heads * dim,
         dim,
         BLOCK=_BLOCK,
-        **early(x.device),
+        **early(x.device, rows),
         num_warps=4,
     )
     return y
+
+
+@triton.jit
+def gated_value(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """Give ``silu(gate) * up`` in their dtype, rounded as the module does."""
+    wide = gate.to(tl.float32)
+    active = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    return (active * up.to(tl.float32)).to(gate.dtype)
 
 
 @triton.jit
@@ -72,11 +80,9 @@ def _swiglu(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1).to(tl.int64)
     inside = column < dim
-    dtype = y.dtype.element_ty
-    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + dim + column, mask=inside, other=0.0).to(tl.float32)
-    active = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
-    tl.store(y + row * dim + column, (active * up).to(dtype), mask=inside)
+    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * stride + dim + column, mask=inside, other=0.0)
+    tl.store(y + row * dim + column, gated_value(gate, up), mask=inside)
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def lora_expand(y: Tensor, *, h: Tensor, b: Tensor, starts: Tensor) -> Tensor:
         ROWS=block,
         OUTPUTS=_OUTPUTS,
         RANKS=ranks,
-        **early(y.device),
+        **early(y.device, rows),
         num_warps=8 if block > 32 else 4,
     )
     return y

@@ -52,7 +52,7 @@ def rms_norm(
         HAS_RESIDUAL=residual is not None,
         ZERO_CENTERED=zero_centered,
         BLOCK=block,
-        **early(x.device),
+        **early(x.device, rows),
         num_warps=min(8, max(1, block // 512)),
     )
     return y, h
@@ -81,7 +81,7 @@ def gated_rms_norm(o: Tensor, *, z: Tensor, weight: Tensor, eps: float) -> Tenso
         dim,
         eps,
         BLOCK=triton.next_power_of_2(dim),
-        **early(o.device),
+        **early(o.device, rows),
         num_warps=1,
     )
     return y

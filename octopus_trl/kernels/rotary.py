@@ -80,7 +80,7 @@ def rotate_and_write(
         PER_HEAD=per_head,
         ZERO_CENTERED=zero_centered,
         BLOCK=block,
-        **early(qkv.device),
+        **early(qkv.device, rows),
         num_warps=1,
     )
     gate = qkv[:, : heads * per_head].unflatten(1, (heads, per_head))[..., dim:] if gated else None

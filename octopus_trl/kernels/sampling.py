@@ -70,7 +70,7 @@ def sample(
         vocab,
         logits.stride(0),
         BLOCK=BLOCK,
-        **early(logits.device),
+        **early(logits.device, rows),
         num_warps=8,
     )
     kept, found, shift = mass, best, 0
@@ -82,7 +82,7 @@ def sample(
             totals,
             blocks,
             BLOCKS=triton.next_power_of_2(blocks),
-            **early(logits.device),
+            **early(logits.device, rows),
             num_warps=4,
         )
         found, shift = search(logits, temperature, totals, top_k=top_k, top_p=top_p, block=BLOCK)
@@ -98,7 +98,7 @@ def sample(
             logits.stride(0),
             SHIFT=shift,
             BLOCK=BLOCK,
-            **early(logits.device),
+            **early(logits.device, rows),
             num_warps=8,
         )
     _draw[(rows,)](
@@ -120,7 +120,7 @@ def sample(
         SHIFT=shift,
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(blocks),
-        **early(logits.device),
+        **early(logits.device, rows),
         num_warps=8,
     )
     return tokens, logps

@@ -30,6 +30,7 @@ OPERATIONS = (
     "rms_norm",
     "gated_rms_norm",
     "swiglu",
+    "gated_linear",
     "sigmoid_gate",
     "rotate_and_write",
     "rotary_tables",
@@ -124,14 +125,13 @@ class FusedModel:
 
     def _run(self, rows: TokenRows) -> Hidden:
         norm = self._ops["rms_norm"]
-        swiglu = self._ops["swiglu"]
         stream: Tensor | None = None
         x = F.embedding(rows.tokens, self._embedding)
         for block in self._blocks:
             y, stream = self._norm(norm, x, block.before_mixer, stream)
             mix = self._attention if block.kind == "attention" else self._delta
             y, stream = self._norm(norm, mix(block, y, rows), block.before_mlp, stream)
-            x = block.down(swiglu(block.gate_up(y)))
+            x = block.down(self._gated(block.gate_up, y))
         y, _ = self._norm(norm, x, self._last_norm, stream)
         return y
 
@@ -275,6 +275,13 @@ class FusedModel:
         return norm(
             x, weight=of.weight, eps=of.eps, zero_centered=of.zero_centered, residual=stream
         )
+
+    def _gated(self, gate_up: Projections, x: Tensor) -> Tensor:
+        """Multiply by gate and up, and gate; one operation where no adapter comes between."""
+        weight = gate_up.plain
+        if weight is None:
+            return self._ops["swiglu"](gate_up(x))
+        return self._ops["gated_linear"](x, weight=weight)
 
     def _attention(self, block: _Block, x: Tensor, rows: TokenRows) -> Tensor:
         layer, q_norm, k_norm = block.index, block.q_norm, block.k_norm

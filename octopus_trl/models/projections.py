@@ -119,6 +119,11 @@ class Projections:
             h = self._shrink(x, a=self._a)
         return self._expand(y, h=h, b=self._b, starts=self._starts)
 
+    @property
+    def plain(self) -> Tensor | None:
+        """The matrix [width, d] that a call is one product with; None where a call is more."""
+        return self._fused if self._bias is None and not self._rank else None
+
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(x, weight=weight) if bias is None else F.linear(x, weight, bias)
 

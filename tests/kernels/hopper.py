@@ -41,6 +41,13 @@ class Built:
     shared_bytes: int
     ptx: str
 
+    @property
+    def before_wait(self) -> list[str] | None:
+        """Kinds of the accesses to memory before it waits for the kernel before; None if never."""
+        before, wait, _ = self.ptx.partition("griddepcontrol.wait")
+        kinds = r"\b(ld|st|atom|red|cp)\.[a-z0-9_.:]*global"
+        return re.findall(kinds, before) if wait else None
+
 
 class _NoDevice:
     """As much of a driver as compilation asks for."""

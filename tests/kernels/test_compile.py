@@ -1,4 +1,6 @@
-"""Every kernel of a decode step compiles for a Hopper GPU, on a machine that has none."""
+"""Every kernel of a decode step compiles for a Hopper GPU, on a machine that has none; and where
+launches are early, what stands before a kernel's wait.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import json, torch
 from tests.kernels.hopper import compiled_for_hopper
-from octopus_trl.kernels import _stream, delta_pool, gates, linear, lora, norms, rotary, sampling
+from octopus_trl.kernels import (
+    _stream, _triton, delta_pool, gates, linear, lora, norms, rotary, sampling
+)
 
+_triton._is_early = lambda device, setting, rows: {early}
 rows, dim, inner, vocab = {rows}, 2560, 9216, 248320
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -32,7 +37,11 @@ with compiled_for_hopper() as built:
     norms.gated_rms_norm(zeros(rows, 32, 128), z=zeros(rows, 4096), weight=zeros(128), eps=1e-6)
     gates.swiglu(zeros(rows, 2 * inner))
     linear.skinny_linear(zeros(rows, inner), weight=zeros(dim, inner))
-    _stream.multiply(x, zeros(2 * inner, dim), _stream.tiling(rows, 2 * inner, dim))
+    up = zeros(2 * inner, dim)
+    for ahead in {tiles}:
+        cut = _stream.tiling(rows, 2 * inner, dim)._replace(**ahead)
+        _stream.multiply(x, up, cut)
+        _stream.multiply(x, up, cut, gated=True)
     h = lora.lora_shrink(x, a=zeros(192, dim))
     starts = zeros(10240, dtype=torch.int32)
     lora.lora_expand(zeros(rows, 10240), h=h, b=zeros(10240, 64), starts=starts)
@@ -56,18 +65,23 @@ with compiled_for_hopper() as built:
         temperature=ones, top_p=ones, top_k=index(rows), min_p=ones,
         uniform=ones.double(), filtered=True,
     )
-print(json.dumps([[kernel.name, kernel.registers, kernel.stack_bytes] for kernel in built]))
+print(json.dumps([
+    [kernel.name, kernel.registers, kernel.stack_bytes, kernel.before_wait] for kernel in built
+]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("rows", [16, 64])
-def test_every_kernel_compiles_for_hopper_without_spilling(rows: int) -> None:
+def test_every_kernel_compiles_for_hopper_without_spilling(rows: int, early: bool) -> None:
     pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
+    tiles = [{}, {"ahead": 0}, {"ahead": 2, "soon": True}] if early else [{}]
+    program = PROGRAM.replace("{rows}", str(rows)).replace("{early}", str(early))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("{rows}", str(rows))],
+        [sys.executable, "-c", program.replace("{tiles}", str(tiles))],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -76,5 +90,17 @@ def test_every_kernel_compiles_for_hopper_without_spilling(rows: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = json.loads(done.stdout.splitlines()[-1])
-    assert len({name for name, _, _ in built}) == 14
-    assert [name for name, _, stack in built if stack] == []
+    assert len({name for name, *_ in built}) == 14
+    assert [name for name, _, stack, _ in built if stack] == []
+    if early:
+        check_waits(built, rows)
+
+
+def check_waits(built: list[tuple[str, int, int, list[str]]], rows: int) -> None:
+    """Nothing is written before a wait; what is read is weights, or state slots of the rows."""
+    assert {op for *_, before in built for op in before} == {"ld"}
+    reading = {name for name, *_, before in built if before}
+    assert reading == {"_delta_pool_step"} | ({"_skinny_linear"} if rows <= 32 else set())
+    tiles = {len(before) for name, *_, before in built if name == "_skinny_linear"}
+    # Loads of 16 bytes a thread: none ahead, one tile, two, and one of the ranks of adapters.
+    assert tiles == ({0, 8, 16, 2} if rows <= 32 else {0})

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from octopus_trl.maths import gates as gates_maths
 from octopus_trl.maths import linear as linear_maths
 from octopus_trl.maths import lora as lora_maths
 from tests.kernels.interpreter import mend_loop_bounds
 
 pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
-from octopus_trl.kernels import _stream, _stream_tuning, linear, lora
+from octopus_trl.kernels import _pass_tuning, _stream, _stream_tuning, gates, linear, lora
+from octopus_trl.kernels._pass_tuning import PassTuning
+from octopus_trl.kernels._stream import Tiling
 
 mend_loop_bounds()
 
@@ -63,6 +66,117 @@ def test_a_product_that_was_measured_streams_and_no_other(
     assert streamed == [(1, 40, 50), (4, 40, 53)]
 
 
+def test_a_pass_may_leave_no_product_to_another_library(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A measured tiling goes before the general one, and only up to the rows of the line."""
+    cut = Tiling(outputs=16, depth=16, parts=2, warps=4, stages=2)
+    monkeypatch.setattr(_stream_tuning, "_TABLE", {(40, 50): {1: None, 8: cut}})
+    line = PassTuning(early=False, streams=True, gated=False)
+    monkeypatch.setattr(_pass_tuning, "_TABLE", {4: line})
+    assert _stream_tuning.tuned(1, 40, 50) == _stream.tiling(1, 50, 40)
+    assert _stream_tuning.tuned(4, 40, 50) is cut
+    assert _stream_tuning.tuned(4, 40, 60) == _stream.tiling(4, 60, 40)
+    assert _stream_tuning.tuned(5, 40, 50) is cut
+    assert _stream_tuning.tuned(5, 40, 60) is None
+    x, weight = torch.randn(4, 40, device=device).half(), torch.randn(60, 40, device=device).half()
+    streamed = _stream.multiply(x, weight, _stream.tiling(4, 60, 40))
+    assert torch.equal(linear.skinny_linear(x, weight=weight), streamed)
+
+
+def test_passes_of_the_table_have_rows_that_the_streaming_kernel_takes() -> None:
+    lines = _pass_tuning._TABLE
+    assert list(lines) == sorted(lines)
+    assert max(lines) <= _stream.MAX_ROWS
+    assert not any(_pass_tuning.pass_tuning(max(lines) + 1))
+
+
+CUTS = [
+    Tiling(outputs=16, depth=16, parts=1, warps=4, stages=2, ahead=0),
+    Tiling(outputs=16, depth=16, parts=1, warps=4, stages=2, ahead=1, soon=True),
+    Tiling(outputs=32, depth=16, parts=4, warps=4, stages=2, ahead=1),  # shares of 2, 2, 1, 0 tiles
+    Tiling(outputs=16, depth=32, parts=2, warps=4, stages=3, ahead=2),  # shares of 2 and 1
+]
+
+FEW = [(1, torch.float32), (16, torch.float16), (33, torch.float32), (64, torch.float16)]
+
+
+def held(x: Tensor, weight: Tensor, y: Tensor, cut: Tiling) -> Tensor:
+    """Multiply as an early launch does: the first weights wait for the rows."""
+    grid, arguments, settings = _stream.launch(x, weight, y, cut)
+    _stream._skinny_linear[grid](*arguments, **{**settings, "HOLD": True})
+    return y
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize(("rows", "dtype"), FEW)
+def test_weights_that_were_asked_for_first_are_added_in_the_same_order(
+    rows: int, cut: Tiling, dtype: torch.dtype, device: torch.device
+) -> None:
+    for outputs, dim in ((35, 67), (3, 5)):
+        x = torch.full((rows, dim + 3), float("nan"), device=device, dtype=dtype)[:, :dim]
+        x.copy_(torch.randn(rows, dim))
+        weight = torch.randn(outputs, dim, device=device).to(dtype)
+        y = torch.full((rows, outputs), float("nan"), device=device, dtype=dtype)
+        want = _stream.multiply(x, weight, cut)
+        assert torch.equal(held(x, weight, y, cut), want)
+        exact = x.cpu().double() @ weight.cpu().double().T
+        close(want, exact, 2e-6 if dtype == torch.float32 else 2e-3)
+    assert not bool(_stream._counters(device, 1).any())
+
+
+def check_gate(
+    rows: int, inner: int, dim: int, cut: Tiling, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compare a product with its gate to the two launches, bit by bit."""
+    x = torch.randn(rows, dim, device=device)
+    weight = torch.randn(2 * inner, dim, device=device) / dim**0.5
+    if device.type == "cpu":
+        # NumPy's sums depend on a line's place in a tile: make them exact.
+        x, weight = (4 * x).round() / 4, (64 * weight).round() / 64
+    x, weight = x.to(dtype), weight.to(dtype)
+    want = gates.swiglu(_stream.multiply(x, weight, cut))
+    assert torch.equal(_stream.multiply(x, weight, cut, gated=True), want)
+    y = torch.full_like(want, float("nan"))
+    assert torch.equal(held(x, weight, y, cut), want)
+    exact = gates_maths.swiglu(x.cpu().double() @ weight.cpu().double().T)
+    close(want, exact, {torch.float32: 2e-6, torch.float16: 2e-3}.get(dtype, 2e-2))
+
+
+@pytest.mark.parametrize(("rows", "dtype"), FEW)
+def test_gate_and_up_in_one_product_have_the_bits_of_two_launches(
+    rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_gate(rows, 1, 5, CUTS[0], dtype, device)
+    check_gate(rows, 35, 67, CUTS[3]._replace(parts=1), dtype, device)
+    check_gate(rows, 16, 64, CUTS[1]._replace(outputs=32), dtype, device)
+
+
+def test_gate_and_up_are_one_launch_where_the_table_says_so_and_the_sums_are_whole(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(
+        _pass_tuning, "_TABLE", {4: PassTuning(early=False, streams=True, gated=True)}
+    )
+    split = Tiling(outputs=16, depth=16, parts=2, warps=4, stages=2)
+    monkeypatch.setattr(_stream_tuning, "_TABLE", {(40, 60): {4: split}})
+    gated: list[tuple[int, ...]] = []
+
+    def multiply(x: Tensor, weight: Tensor, cut: Tiling, **options: bool) -> Tensor:
+        gated.extend([(len(x), len(weight))] if options.get("gated") else [])
+        return _stream.multiply(x, weight, cut, **options)
+
+    monkeypatch.setattr(linear, "multiply", multiply)
+    for rows, outputs in ((1, 50), (4, 50), (4, 60), (5, 50)):
+        x = torch.randn(rows, 40, device=device).half()
+        weight = torch.randn(outputs, 40, device=device).half() / 6
+        want = gates.swiglu(linear.skinny_linear(x, weight=weight))
+        assert torch.equal(linear.gated_linear(x, weight=weight), want)
+        exact = linear_maths.gated_linear(x.cpu().double(), weight=weight.cpu().double())
+        close(want, exact, 2e-3)
+    assert gated == [(1, 50), (4, 50)]
+
+
 def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.device) -> None:
     x, weight = torch.randn(2, 70, device=device), torch.randn(33, 70, device=device)
     exact = linear_maths.skinny_linear(x.cpu().double(), weight=weight.cpu().double())
@@ -79,7 +193,8 @@ def test_how_a_matrix_is_cut_covers_its_depth_and_its_parts_ignore_the_rows() ->
         for cut in cuts:
             steps = -(-dim // cut.depth)
             assert 1 <= cut.parts <= steps
-            shares.add((cut.parts, -(-steps // cut.parts) * cut.depth if cut.parts > 1 else dim))
+            share = -(-steps // cut.parts) * cut.depth if cut.parts > 1 else dim
+            shares.add((cut.parts, share, cut.ahead * cut.depth))
         assert len(shares) == 1
 
 
@@ -147,6 +262,15 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(outputs: int, dim: int) -
     for rows in (1, 2, 8, 16, 17, 33, 63):
         assert torch.equal(product(rows), whole[:rows])
     assert not bool(_stream._counters(x.device, 1).any())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+def test_gate_and_up_of_a_real_layer_have_the_bits_of_two_launches(rows: int) -> None:
+    device = torch.device("cuda")
+    for inner in (9216, 9728, 77):
+        cut = _stream.tiling(rows, 2 * inner, 2560)._replace(parts=1)
+        check_gate(rows, inner, 2560, cut, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
