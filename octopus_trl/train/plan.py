@@ -31,6 +31,7 @@ from octopus_trl.models.paged import bytes_per_page
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.figures import Figure
 from octopus_trl.train.footprint import Footprint
+from octopus_trl.train.zero import NO_TILES
 
 GIB = 1 << 30
 RESERVE = 2 * GIB  # assumed: CUDA's context, and what the allocator cannot hand out
@@ -62,12 +63,12 @@ class Layout:
     def launch_file(self) -> str:
         """The file of `accelerate_configs/` that starts it."""
         if self.zero:
-            return "multinode_zero3" if self.machines > 1 else f"zero{self.zero}"
+            return f"multinode_zero{self.zero}" if self.machines > 1 else f"zero{self.zero}"
         return "ddp" if self.world > 1 else "single_gpu"
 
 
 def parse_layout(text: str, zero: int | None = None) -> Layout:
-    """Read `8` or `2x8`; without a stage one GPU takes none, a machine ZeRO-2, several ZeRO-3.
+    """Read `8` or `2x8`; without a stage one GPU takes none, several ZeRO-2.
 
     Raises:
         ConfigError: another form, no GPU, or a stage outside 0..3.
@@ -78,7 +79,7 @@ def parse_layout(text: str, zero: int | None = None) -> Layout:
     if zero is not None and zero not in (0, 1, 2, 3):
         raise ConfigError(f"zero={zero}: must be 0 (DDP), 1, 2 or 3")
     machines, gpus = (1, int(parts[0])) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-    usual = 3 if machines > 1 else 2 if gpus > 1 else 0
+    usual = 2 if machines * gpus > 1 else 0
     return Layout(machines, gpus, usual if zero is None else zero)
 
 
@@ -289,12 +290,14 @@ class Plan:
                 f"a generation takes {gib(self.generation_bytes)}, the card has {gib(card)}; give "
                 "smaller num_pages and num_states, or split the optimizer over more GPUs"
             )
+        if self.layout.zero == 3 and args.mlp_tile_tokens is not None:
+            self.problems.append(f"mlp_tile_tokens={args.mlp_tile_tokens}: {NO_TILES}")
         if self.update_bytes > card:
             longest = self.longest_row
             fix = f"set max_row_tokens to {longest} or less" if longest else "take a larger card"
             if longest and not args.gradient_checkpointing:
                 fix += ", or gradient_checkpointing: true"
-            elif args.mlp_tile_tokens is None:
+            elif args.mlp_tile_tokens is None and self.layout.zero != 3:
                 fix += ", or mlp_tile_tokens: 16384"
             elif not args.activation_offloading:
                 fix += ", or activation_offloading: true"

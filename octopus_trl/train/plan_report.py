@@ -43,8 +43,7 @@ class PlanArguments:
     zero: int | None = field(
         default=None,
         metadata={
-            "help": "Of the plan: ZeRO stage, 0 is DDP. If not given none on one GPU, 2 on one "
-            "machine, 3 on several."
+            "help": "Of the plan: ZeRO stage, 0 is DDP. If not given none on one GPU, 2 on several."
         },
     )
     gpu_memory: float = field(

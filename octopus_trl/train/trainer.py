@@ -46,7 +46,7 @@ from octopus_trl.train.rewards import RewardBook
 from octopus_trl.train.rows import LossRow, empty_row
 from octopus_trl.train.scoring import PackedRows
 from octopus_trl.train.weights import PolicyEngine, say
-from octopus_trl.train.zero import check_engine_runs
+from octopus_trl.train.zero import NO_TILES, check_engine_runs, zero_stage
 
 REFUSED_ARGUMENTS = {
     "rollout_func": "episodes come from EpisodeRunner; give `tools` and set its limits in the "
@@ -140,6 +140,8 @@ class OctopusGRPOTrainer(
             peft_config=peft_config,
             **kwargs,
         )
+        if args.mlp_tile_tokens is not None and zero_stage(self.accelerator) == 3:
+            raise ConfigError(f"mlp_tile_tokens={args.mlp_tile_tokens}: {NO_TILES}")
         if self.is_fsdp_enabled:
             raise ConfigError("FSDP is not run by OctopusGRPOTrainer: use accelerate_configs/zero3")
         self._corpus = tools

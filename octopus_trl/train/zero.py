@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from octopus_trl.errors import ConfigError
 
+NO_TILES = (
+    "ZeRO-3 gathers split weights for each tile, and ranks with rows of different lengths would "
+    "wait for one another for ever; launch with ZeRO-2, or leave it out"
+)
+
 
 def zero_stage(accelerator: Any) -> int:
     """Give the ZeRO stage that this run was launched with, 0 without DeepSpeed."""

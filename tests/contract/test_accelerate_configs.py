@@ -10,7 +10,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-ZERO_STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "multinode_zero3": 3}
+ZERO_STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "multinode_zero2": 2, "multinode_zero3": 3}
 
 
 def test_every_way_to_launch_has_its_file() -> None:

@@ -29,6 +29,12 @@ SETTINGS: dict[str, Any] = {
     "shuffle_dataset": False,
     "learning_rate": 1e-3,
 }
+TILED = {
+    "mlp_tile_tokens": 7,
+    "activation_offloading": True,
+    "gradient_checkpointing": True,
+    "max_steps": 1,
+}
 # Ranks, mode, sizes, settings. The accumulated ones: the first rank never has a token.
 CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
     "one": (1, "one", SIZES, {}),
@@ -36,6 +42,10 @@ CASES: dict[str, tuple[int, str, tuple[int, ...], dict[str, Any]]] = {
     "one in float64": (1, "one", SIZES, {"wide": True}),
     "ddp in float64": (RANKS, "ddp", SIZES, {"wide": True}),
     "four questions": (1, "one", (0, 0, 9, 4), {"max_steps": 1}),
+    # Tiles of fewer tokens than a row, layers' inputs in host memory: on ranks of uneven rows.
+    "tiled ddp": (RANKS, "ddp", SIZES, TILED),
+    "tiled zero2": (RANKS, "zero2", SIZES, TILED),
+    "tiled zero3": (RANKS, "zero3", SIZES, TILED),
     "accumulated": (2, "ddp", (0, 0, 9, 4), {"max_steps": 1, "gradient_accumulation_steps": 2}),
 }
 CHECKPOINTED = ("zero2", "zero3")  # these run with gradient checkpointing on
@@ -127,9 +137,8 @@ def run(
         peft_config=adapter(target_modules=list(TARGETS)),
         callbacks=[keep],
         per_device_train_batch_size=3 * len(sizes) // (world * accumulated),
-        gradient_checkpointing=mode in CHECKPOINTED,
         shape=SHALLOW,
-        **{**SETTINGS, **settings},
+        **{**SETTINGS, "gradient_checkpointing": mode in CHECKPOINTED, **settings},
     )
     if wide:
         trainer.model.double()

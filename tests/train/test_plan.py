@@ -312,22 +312,30 @@ def test_the_episode_of_the_times_is_the_frozen_mix() -> None:
 def test_one_recipe_is_planned_for_1_8_and_2x8_gpus_without_weights_or_network() -> None:
     args, model_args = read_recipe(RECIPE)
     report = make_report(args, model_args, PlanArguments(), RECIPE)
-    one, machine, two = report.plans
-    assert [p.layout for p in report.plans] == [Layout(1, 1, 0), Layout(1, 8, 2), Layout(2, 8, 3)]
+    one, machine, _ = report.plans
+    assert [p.layout for p in report.plans] == [Layout(1, 1, 0), Layout(1, 8, 2), Layout(2, 8, 2)]
     assert [p.questions_a_step for p in report.plans] == [16, 128, 256]
     assert one.parts["weights"] == 4_205_751_296 * 2
     assert one.footprint.trained == 121_896_960
-    assert two.parts["resident copy"] == (4_205_751_296 + 121_896_960) * 2
     assert machine.parts["optimizer"] == 12 * 121_896_960 // 8
     report.refuse()
     text = report.text()
-    for word in ("393,216", "2x8", "multinode_zero3", "data/bench/decode.jsonl line"):
+    for word in ("393,216", "2x8", "multinode_zero2", "data/bench/decode.jsonl line"):
         assert word in text
     # A tree of the frozen mix has 369,390 tokens.
     assert "left out" not in text
     args.max_row_tokens = 131_072
     text = make_report(args, model_args, PlanArguments(), RECIPE).text()
     assert "would be left out of the update whole" in text
+    split = PlanArguments(gpus=["2x8"], zero=3)
+    with pytest.raises(ConfigError, match="mlp_tile_tokens=16384: ZeRO-3 gathers .* launch with"):
+        make_report(args, model_args, split, RECIPE).refuse()
+    args.mlp_tile_tokens = None
+    report = make_report(args, model_args, split, RECIPE)
+    report.refuse()
+    (plan,) = report.plans
+    assert plan.parts["resident copy"] == (4_205_751_296 + 121_896_960) * 2
+    assert "multinode_zero3" in report.text()
 
 
 def test_a_figure_counts_on_its_card_and_for_its_shapes_alone(tmp_path: Path) -> None:

@@ -122,3 +122,22 @@ def apart(found: Found, other: Found) -> float:
     """Give the relative difference of two gradients, by norm."""
     expected = gradient_of(other)
     return float((gradient_of(found) - expected).norm() / expected.norm())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("zero2", marks=ZERO)])
+def test_tiled_mlps_and_offloaded_activations_on_uneven_ranks_give_the_gradient_of_one_process(
+    run_scene: Callable[..., None], alone: dict[str, Found], tmp_path: Path, mode: str
+) -> None:
+    case = f"tiled {mode}"
+    run_scene("equal", tmp_path, case)
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / case / f"found_{rank}.pt", weights_only=False)
+        assert found["checkpointed"]
+        assert apart(found, alone["one"]) <= GRADIENT
+
+
+@ZERO
+def test_tiled_mlps_under_zero3_are_refused(run_scene: Callable[..., None], tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="mlp_tile_tokens=7: ZeRO-3 gathers"):
+        run_scene("equal", tmp_path, "tiled zero3")
