@@ -1,12 +1,15 @@
 """Measure settings of the decode step's kernels on this GPU, to choose those in their modules.
 
     python scripts/tune_kernels.py linear --rows 16 64    tilings of every matrix of Qwen3.5-4B
-    python scripts/tune_kernels.py chain --rows 16        a whole step of products, early or not
+    python scripts/tune_kernels.py linear --rows 16 --shape "gate up" --early --gated
+                                                          launched early, SwiGLU in the product
+    python scripts/tune_kernels.py chain --rows 8 16      a whole step of products, early or not
     python scripts/tune_kernels.py delta --rows 16 128    tilings of the gated delta step
 
-Products are checked against float64 first. Work is replayed from a CUDA graph over data that
-exceeds the cache. One JSON line a case and number of rows, best first; `linear` ends with the lines
-for `octopus_trl/kernels/_stream_tuning.py`.
+Products are checked against float64 first, early launches and gates for equal bits. Work is
+replayed from a CUDA graph over data that exceeds the cache. One JSON line a case and number of
+rows; `linear` and `delta` give the best first; `linear` ends with the lines for
+`octopus_trl/kernels/_stream_tuning.py`, `chain` decides those of `_pass_tuning.py` there.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +59,13 @@ def main() -> None:
     parser.add_argument("what", choices=["linear", "chain", "delta"])
     parser.add_argument("--rows", type=int, nargs="+", default=[16])
     parser.add_argument("--shape", nargs="*", choices=list(SHAPES), default=None)
+    parser.add_argument(
+        "--early", action="store_true", help="linear: launch early, a norm before each product"
+    )
+    parser.add_argument("--gated", action="store_true", help="linear: SwiGLU in the product")
     asked = parser.parse_args()
+    if asked.gated and asked.shape != ["gate up"]:
+        parser.error("--gated is for --shape 'gate up' alone")
     chosen: dict[str, dict[int, Tiling | None]] = {}
     for rows in sorted(asked.rows):
         if asked.what == "chain":
@@ -65,7 +74,8 @@ def main() -> None:
             delta(rows)
         else:
             for name in asked.shape or SHAPES:
-                chosen.setdefault(name, {})[rows] = sweep(name, rows)
+                case = Case(name, rows, asked.early, asked.gated)
+                chosen.setdefault(name, {})[rows] = sweep(case)
     for name, lines in chosen.items():
         num_outputs, dim = SHAPES[name]
         print(f"    ({dim}, {num_outputs}): {lines},  # {name}", flush=True)
@@ -100,39 +110,62 @@ def candidates(rows: int, num_outputs: int, dim: int) -> list[Tiling]:
     return [cut for *_, cut in (found if len(found) <= 24 else found[:: -(-len(found) // 24)])]
 
 
-def sweep(name: str, rows: int) -> Tiling | None:
+class Case(NamedTuple):
+    """What `sweep` measures."""
+
+    name: str
+    rows: int
+    early: bool
+    gated: bool
+
+    def product(self, x: Tensor, weight: Tensor, cut: Tiling | None) -> Tensor:
+        """Multiply by ours, or without a tiling by BLAS; after a norm where launches are early."""
+        if self.early:
+            norm = weight[0]
+            x, _ = norms.rms_norm(x, weight=norm, eps=1e-6, zero_centered=True, residual=None)
+        if cut is not None:
+            return _stream.multiply(x, weight, cut, gated=self.gated)
+        y = F.linear(x, weight)
+        return gates.swiglu(y) if self.gated else y
+
+    def all(self, x: Tensor, weights: Sequence[Tensor], cut: Tiling | None) -> list[Tensor]:
+        """Multiply by every copy, one after another."""
+        return [self.product(x, weight, cut) for weight in weights]
+
+
+def sweep(case: Case) -> Tiling | None:
     """Measure every candidate for one matrix and print them, best first.
 
     Returns:
         The best; None where BLAS is as fast.
     """
-    num_outputs, dim = SHAPES[name]
+    num_outputs, dim = SHAPES[case.name]
     size = num_outputs * dim * 2
     copies = max(2, int(BYTES / size))
     weights = [
         torch.randn(num_outputs, dim, device="cuda", dtype=torch.bfloat16) / dim**0.5
         for _ in range(copies)
     ]
-    x = torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16)
-    blas = replay_s(lambda: [F.linear(x, w) for w in weights]) / copies
-    want = x.double() @ weights[0].double().T
-    cuts = candidates(rows, num_outputs, dim)
+    x = torch.randn(case.rows, dim, device="cuda", dtype=torch.bfloat16)
+    set_early(case.early)
+    blas = replay_s(partial(case.all, x, weights, None)) / copies
+    cuts = [
+        cut for cut in candidates(case.rows, num_outputs, dim) if cut.parts == 1 or not case.gated
+    ]
     begin = time.perf_counter()
-    compile_all(x, weights[0], cuts)
-    results = []
-    for cut in cuts:
-        got = _stream.multiply(x, weights[0], cut).double()
-        error = float((got - want).norm() / want.norm())
-        if error > 1e-2:
-            sys.exit(f"{name}, {rows} rows, {cut}: relative error {error}")
-        seconds = replay_s(partial(multiply_all, x, weights, cut))
-        results.append((seconds / copies, cut))
-    results.sort()
+    results = timed(case, x, weights, cuts)
+    if case.early:  # the best with more or less asked for ahead, and letting the next kernel in
+        best = [cut for _, cut in results[:3]]
+        again = [cut._replace(ahead=0) for cut in best] + [cut._replace(ahead=2) for cut in best]
+        again += [cut._replace(soon=True) for cut in best]
+        results = sorted(results + timed(case, x, weights, again))
     print(
         json.dumps(
             {
-                "shape": name,
-                "rows": rows,
+                "shape": case.name,
+                "rows": case.rows,
+                "early, norm before each": case.early,
+                "gated": case.gated,
                 "MB": round(size / 1e6, 1),
                 "blas": [round(blas * 1e6, 2), round(size / blas / 1e12, 2)],
                 "ours": [
@@ -149,16 +182,40 @@ def sweep(name: str, rows: int) -> Tiling | None:
     return results[0][1] if results and results[0][0] < GAIN * blas else None
 
 
-def multiply_all(x: Tensor, weights: Sequence[Tensor], cut: Tiling) -> list[Tensor]:
-    """Multiply by every copy, one after another."""
-    return [_stream.multiply(x, weight, cut) for weight in weights]
+def timed(
+    case: Case, x: Tensor, weights: Sequence[Tensor], cuts: Sequence[Tiling]
+) -> list[tuple[float, Tiling]]:
+    """Check tilings and give the seconds of a product with each, best first."""
+    compile_all(x, weights[0], cuts, gated=case.gated)
+    exact = x.double() @ weights[0].double().T
+    results = []
+    for cut in cuts:
+        set_early(False)
+        plain = _stream.multiply(x, weights[0], cut)
+        error = float((plain.double() - exact).norm() / exact.norm())
+        if error > 1e-2:
+            sys.exit(f"{case.name}, {case.rows} rows, {cut}: relative error {error}")
+        set_early(case.early)
+        want = gates.swiglu(plain) if case.gated else plain
+        torch.cuda.synchronize()
+        got = _stream.multiply(x, weights[0], cut, gated=case.gated)
+        if not torch.equal(got, want):
+            sys.exit(f"{case.name}, {case.rows} rows, {cut}: other bits, early or gated")
+        seconds = replay_s(partial(case.all, x, weights, cut))
+        results.append((seconds / len(weights), cut))
+    return sorted(results)
 
 
-def compile_all(x: Tensor, weight: Tensor, cuts: Sequence[Tiling]) -> None:
+def set_early(on: bool) -> None:
+    """Make all launches early, or none."""
+    os.environ["OCTOPUS_EARLY_LAUNCH"] = str(int(on))
+
+
+def compile_all(x: Tensor, weight: Tensor, cuts: Sequence[Tiling], *, gated: bool) -> None:
     """Compile on several threads; the kernels are launched later."""
 
     def build(cut: Tiling) -> None:
-        y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        y = torch.empty(len(x), len(weight) // (1 + gated), dtype=x.dtype, device=x.device)
         grid, arguments, settings = _stream.launch(x, weight, y, cut)
         _stream._skinny_linear.warmup(*arguments, grid=grid, **settings)
 
@@ -166,10 +223,51 @@ def compile_all(x: Tensor, weight: Tensor, cuts: Sequence[Tiling]) -> None:
         list(pool.map(build, cuts))
 
 
-def chain(rows: int) -> None:
-    """Time norms, products and SwiGLU of all 32 layers and the head, with products by BLAS, by the
-    table, all ours, all ours launched early.
+class Way(NamedTuple):
+    """How a chain's products are done.
+
+    Attributes:
+        by: "blas", "table", or "ours".
+        ahead: tiles asked for first in ours; None for as many as `_stream.tiling` says.
     """
+
+    by: str
+    early: bool = False
+    ahead: int | None = None
+    soon: bool = False
+    gated: bool = False
+
+    def product(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
+        """Multiply; gated, with SwiGLU after it or in it."""
+        if self.by == "ours":
+            cut = _stream.tiling(len(x), *weight.shape)._replace(soon=self.soon)
+            if self.ahead is not None:
+                cut = cut._replace(ahead=self.ahead)
+            if gated and self.gated:
+                return _stream.multiply(x, weight, cut, gated=True)
+            y = _stream.multiply(x, weight, cut)
+        else:
+            y = F.linear(x, weight) if self.by == "blas" else skinny_linear(x, weight=weight)
+        return gates.swiglu(y) if gated else y
+
+
+WAYS = (
+    Way("blas"),
+    Way("table"),
+    Way("table", early=True),
+    Way("ours"),
+    Way("ours", early=True, ahead=0),
+    Way("ours", early=True),
+    Way("ours", early=True, soon=True),
+    Way("ours", early=True, ahead=2),
+    Way("ours", early=True, ahead=2, soon=True),
+    Way("ours", early=True, gated=True),
+    Way("ours", early=True, soon=True, gated=True),
+)
+
+
+def chain(rows: int) -> None:
+    """Time norms, products and SwiGLU of all 32 layers and the head in every way of `WAYS`."""
     made = {
         name: [
             torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / shape[1] ** 0.5
@@ -181,46 +279,39 @@ def chain(rows: int) -> None:
     start = torch.randn(rows, 2560, device="cuda", dtype=torch.bfloat16)
     total = sum(w.numel() * w.itemsize for group in made.values() for w in group)
 
-    def step(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def step(way: Way) -> Tensor:
         x, stream = start, None
         delta, attention = iter(made["delta in"]), iter(made["attention in"])
         for layer in range(32):
             y, stream = norms.rms_norm(
                 x, weight=norm, eps=1e-6, zero_centered=True, residual=stream
             )
-            mixed = product(y, next(attention if layer % 4 == 3 else delta))
-            mixed = product(mixed[:, :4096], made["out"][layer])
+            mixed = way.product(y, next(attention if layer % 4 == 3 else delta))
+            mixed = way.product(mixed[:, :4096], made["out"][layer])
             y, stream = norms.rms_norm(
                 mixed, weight=norm, eps=1e-6, zero_centered=True, residual=stream
             )
-            x = product(gates.swiglu(product(y, made["gate up"][layer])), made["down"][layer])
+            wide = way.product(y, made["gate up"][layer], gated=True)
+            x = way.product(wide, made["down"][layer])
         y, _ = norms.rms_norm(x, weight=norm, eps=1e-6, zero_centered=True, residual=stream)
-        return product(y, made["head"][0])
+        return way.product(y, made["head"][0])
 
-    def ours(x: Tensor, weight: Tensor) -> Tensor:
-        return _stream.multiply(x, weight, _stream.tiling(rows, *weight.shape))
-
-    def chosen(x: Tensor, weight: Tensor) -> Tensor:
-        return skinny_linear(x, weight=weight)
-
-    results: dict[str, Any] = {"chain": "32 layers and head", "rows": rows, "GB": total / 1e9}
-    os.environ["OCTOPUS_EARLY_LAUNCH"] = "0"
-    wanted = step(ours)
-    for name, product, setting in (
-        ("blas", F.linear, "0"),
-        ("blas, early norms", F.linear, "1"),
-        ("table", chosen, "0"),
-        ("table, early", chosen, "1"),
-        ("ours", ours, "0"),
-        ("ours, early", ours, "1"),
-    ):
-        os.environ["OCTOPUS_EARLY_LAUNCH"] = setting
-        if setting == "1" and product is ours:
-            same = all(torch.equal(step(product), wanted) for _ in range(5))
-            results[f"{name}: same bits"] = same
-        seconds = replay_s(partial(step, product))
-        results[name] = {"ms": round(seconds * 1e3, 3), "TB/s": round(total / seconds / 1e12, 2)}
-    print(json.dumps(results), flush=True)
+    for way in WAYS:
+        result: dict[str, Any] = {"chain": "32 layers and head", "rows": rows, **way._asdict()}
+        if way.by == "ours" and way.early:
+            set_early(False)
+            wanted = step(way._replace(gated=False))
+            torch.cuda.synchronize()
+            set_early(True)
+            result["same bits"] = all(torch.equal(step(way), wanted) for _ in range(5))
+        set_early(way.early)
+        seconds = replay_s(partial(step, way))
+        result |= {
+            "ms": round(seconds * 1e3, 3),
+            "GB": round(total / 1e9, 2),
+            "TB/s": round(total / seconds / 1e12, 2),
+        }
+        print(json.dumps(result), flush=True)
 
 
 def delta(rows: int) -> None:

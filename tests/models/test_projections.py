@@ -45,6 +45,10 @@ def test_one_product_gives_what_the_layers_give(
         projections = Projections(layers(model), share=share, merge=merge)
         torch.testing.assert_close(projections(x), want, atol=1e-6, rtol=0)
         torch.testing.assert_close(apart(model, x), want, atol=0, rtol=0)
+        plain = projections.plain
+        assert (plain is not None) == (merge if adapted else share)
+        if plain is not None:
+            assert torch.equal(x @ plain.T, projections(x))
 
 
 def test_biases_are_added() -> None:
@@ -54,6 +58,7 @@ def test_biases_are_added() -> None:
         projections = Projections([("", linear) for linear in linears])
         want = torch.cat([linear(x) for linear in linears], dim=-1)
         torch.testing.assert_close(projections(x), want)
+        assert projections.plain is None
         linears[2].bias.add_(1)
         projections.refresh()
         want[:, 8:] += 1
