@@ -79,7 +79,7 @@ def test_early_launches_in_a_graph_give_the_same_bits(
 @pytest.mark.gpu
 @pytest.mark.parametrize("soon", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("rows", [1, 16, 33])
+@pytest.mark.parametrize("rows", [1, 16, 32, 33])
 def test_weights_asked_for_early_and_gates_in_the_product_give_the_same_bits(
     rows: int, ahead: int, soon: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
