@@ -64,8 +64,7 @@ SIZES = {
     ],
 }
 SHARES = (1.0, 0.75, 0.34, 0.25)  # beside the table's
-# Heads that are merged together, and partials of each that are read at once.
-MERGES = ((1, 32), (1, 64), (4, 16), (8, 8))
+MERGES = ((32, 8), (64, 8))  # partials that the merge reads at once, its warps
 
 
 def main() -> int:
@@ -153,8 +152,8 @@ def _around(found: dict[Tuning, float]) -> Iterator[Tuning]:
     for best in sorted(found, key=found.__getitem__)[:2]:
         for share in SHARES:
             yield replace(best, share=share)
-        for heads, parts in MERGES:
-            merge = replace(best, merge_heads=heads, merge_parts=parts)
+        for block, warps in MERGES:
+            merge = replace(best, merge_block=block, merge_warps=warps)
             yield merge
             yield replace(merge, share=1.0)
 
@@ -188,12 +187,10 @@ def _line(tuning: Tuning) -> str:
 def _compile_all(sizes: Sequence[Tuning], shape: Shape) -> set[Tuning]:
     """Fill Triton's cache from many processes; gives the tunings that are there in time."""
     small = replace(shape, threads=1, shared=256, own=64)
-    merged = [
-        replace(tuning, merge_heads=heads, merge_parts=parts)
+    jobs = [
+        [tuning, *(replace(tuning, merge_block=b, merge_warps=w) for b, w in MERGES)]
         for tuning in sizes
-        for heads, parts in MERGES
     ]
-    jobs = list(dict.fromkeys([*sizes, *merged]))
     ready: set[Tuning] = set()
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     pool = ProcessPoolExecutor(max_workers=os.cpu_count() or 1, mp_context=context)
@@ -201,20 +198,21 @@ def _compile_all(sizes: Sequence[Tuning], shape: Shape) -> set[Tuning]:
     try:
         for done in as_completed(running, timeout=COMPILE_S):
             if (reason := done.result()) is None:
-                ready.add(running[done])
+                ready.update(running[done])
             else:
-                print(f"  {_line(running[done])}: {reason}", flush=True)
+                print(f"  {_line(running[done][0])}: {reason}", flush=True)
     except TimeoutError:
         print(f"  {len(jobs)} jobs, some not compiled after {COMPILE_S:.0f} s", flush=True)
     pool.shutdown(wait=False, cancel_futures=True)
     return ready
 
 
-def _compile(tuning: Tuning, shape: Shape) -> str | None:
+def _compile(tunings: Sequence[Tuning], shape: Shape) -> str | None:
     """Compile and run once; gives what went wrong."""
     try:
-        case = _case(shape, tuning, None)
-        attend(case.q, case.keys, case.values, case.work, case.scale, tuning)
+        for tuning in tunings:
+            case = _case(shape, tuning, None)
+            attend(case.q, case.keys, case.values, case.work, case.scale, tuning)
         torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 the other candidates still count
         return f"{type(error).__name__}: {str(error)[:200]}"

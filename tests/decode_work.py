@@ -15,8 +15,6 @@ from octopus_trl.engine.work_layout import WorkLayout
 from octopus_trl.engine.worklist import Run, WorkList, WorkLists
 from octopus_trl.maths.decode_attention import AttentionWork
 
-MOST_HEADS = 32  # of the tests' queries
-
 
 class Places:
     """Hands out slots in stretches that begin and end anywhere inside pages, each slot once."""
@@ -93,7 +91,6 @@ def on_device(lists: WorkLists, device: torch.device | str, number: int = 0) -> 
         **views,
         slots=torch.tensor(lists.table.mirror, device=device),
         queue=torch.zeros(1, dtype=torch.int32, device=device),
-        arrived=torch.zeros(MOST_HEADS * one.layout.max_rows, dtype=torch.int32, device=device),
     )
 
 

@@ -122,10 +122,6 @@ class PackedWork:
     ) -> None:
         self._shape, self._table, self._both = shape, table, both
         self.layout = layout
-        heads = shape.num_kv_heads * shape.group
-        self._arrived = torch.zeros(
-            layout.max_rows * heads, dtype=torch.int32, device=table.queue.device
-        )
         names = ["work", "tree_work"] if both else ["work"]
         self.fields = [(name, "int32", self.layout.size) for name in names]
 
@@ -141,10 +137,7 @@ class PackedWork:
         append = select("append_slots", table.slots.device)
         parts = [self.layout.views(views[name]) for name, *_ in self.fields]
         appends = [part.pop("appends") for part in parts]
-        works = [
-            AttentionWork(**part, slots=table.slots, queue=table.queue, arrived=self._arrived)
-            for part in parts
-        ]
+        works = [AttentionWork(**part, slots=table.slots, queue=table.queue) for part in parts]
 
         def ready() -> tuple[AttentionWork, AttentionWork]:
             append(table.slots, appends=appends[0])

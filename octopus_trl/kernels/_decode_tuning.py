@@ -22,8 +22,7 @@ class Tuning:
         small_stages, large_stages: steps whose loads are in flight or in use, for each tile.
         warps: of a program.
         programs: on each multiprocessor, as many as registers and shared memory hold.
-        merge_heads, merge_parts: heads of a row that a program merges together, and partials of
-            each that it reads at once; powers of two.
+        merge_block, merge_warps: partials that the merge reads at once, and its warps.
         share: part of a program's work that an item is (`engine/work_cut.py`).
     """
 
@@ -35,8 +34,8 @@ class Tuning:
     large_stages: int
     warps: int
     programs: int
-    merge_heads: int = 4
-    merge_parts: int = 16
+    merge_block: int = 16
+    merge_warps: int = 4
     share: float = 0.5
 
     @classmethod
@@ -75,9 +74,7 @@ _TABLE: dict[int, dict[int, Tuning]] = {
     64: {_ANY: Tuning(16, 64, 4, 128, 64, 4, warps=8, programs=1)},
     128: {_ANY: Tuning(16, 64, 4, 128, 64, 3, warps=8, programs=1)},
     256: {
-        24: Tuning(
-            16, 32, 3, 64, 32, 2, warps=4, programs=2, merge_heads=1, merge_parts=64, share=0.75
-        ),
+        24: Tuning(16, 32, 3, 64, 32, 2, warps=4, programs=2, share=0.75),
         _ANY: Tuning(16, 64, 3, 128, 32, 3, warps=8, programs=1),
     },
 }

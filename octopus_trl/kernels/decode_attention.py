@@ -1,8 +1,8 @@
 """Attention of a step's rows over shared paged keys and values on CUDA, in Triton.
 
-One launch whatever the work is: a persistent grid that takes items from a queue on the device, then
-merges the rows' partial results. Counts live on the device, so a captured graph serves while they
-change.
+Two launches whatever the work is: a persistent grid that takes items from a queue on the device,
+and a merge of the rows' partial results. Counts live on the device, so a captured graph serves
+while they change.
 
 Axes: R rows, H query heads, KV key/value heads, D head dim, P pages, S slots a page.
 """
@@ -30,16 +30,15 @@ def dag_decode_attention(
         q: [R, H, D], heads and columns contiguous, D at most 256.
         keys, values: [P, S, KV, D] pools in the dtype of q, contiguous.
         work: on the device of q, with room for N rows. An item has at most
-            ``Tuning.of(D, N).readers_per_tile(H / KV)`` readers. Calls that share a queue or
-            counters run one after another.
+            ``Tuning.of(D, N).readers_per_tile(H / KV)`` readers. Calls that share a queue run one
+            after another.
         scale: multiplies the scores; above 0.
 
     Returns:
         [R, H, D] contiguous, in the dtype of q; products in that dtype, sums and merge in float32.
 
     Raises:
-        ConfigError: a head dim, head count, dtype or layout that the kernel does not serve; fewer
-            counters than R · H.
+        ConfigError: a head dim, head count, dtype or layout that the kernel does not serve.
     """
     heads, dim = q.shape[1:]
     num_kv = keys.shape[2]

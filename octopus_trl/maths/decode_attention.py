@@ -40,7 +40,6 @@ class AttentionWork:
         bounds: [rows + 1] ascending; row r merges the partials bounds[r] to bounds[r + 1].
         slots: [capacity] slot table: ``page * S + offset`` of each place that items point into.
         queue: [1] zero between calls; a kernel's own count of the work that it has handed out.
-        arrived: [rows * H] zero between calls; a kernel's own counts of the partials written.
     """
 
     counts: Tensor
@@ -49,7 +48,6 @@ class AttentionWork:
     bounds: Tensor
     slots: Tensor
     queue: Tensor
-    arrived: Tensor
 
 
 def dag_decode_attention(

@@ -26,7 +26,7 @@ from .clock import median_s
 from .limits import Rates
 from .setting import Line, Setting, WrongResult
 
-CALLS = 40  # of one captured graph: its own launch does not count
+CALLS = 40  # of one captured graph, so that launching it does not count
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the largest
 PROCESSORS = 132  # of an H200, where there is no device to ask
 
@@ -140,7 +140,6 @@ class Case:
             **views,
             slots=torch.tensor(table.mirror, device=device),
             queue=torch.zeros(1, dtype=torch.int32, device=device),
-            arrived=torch.zeros(shape.threads * shape.num_heads, dtype=torch.int32, device=device),
         )
 
     @property

@@ -31,7 +31,7 @@ class Built:
     Attributes:
         registers, stack_bytes: a thread; a stack means that registers were spilled.
         shared_bytes: of one program.
-        ptx: its text; sass: the machine's instructions, one a line.
+        ptx: its text.
     """
 
     name: str
@@ -40,16 +40,6 @@ class Built:
     stack_bytes: int
     shared_bytes: int
     ptx: str
-    sass: list[str]
-
-    def loops(self) -> Iterator[list[str]]:
-        """Yield the instructions of each loop, those of the loops inside it too."""
-        places = {_address(line): index for index, line in enumerate(self.sass)}
-        for index, line in enumerate(self.sass):
-            jump = re.search(r"\bBRA [^;]*?(0x[0-9a-f]+) ;", line)
-            target = places.get(int(jump[1], 16), index) if jump else index
-            if target < index:
-                yield self.sass[target:index]
 
     @property
     def before_wait(self) -> list[str] | None:
@@ -57,10 +47,6 @@ class Built:
         before, wait, _ = self.ptx.partition("griddepcontrol.wait")
         kinds = r"\b(ld|st|atom|red|cp)\.[a-z0-9_.:]*global"
         return re.findall(kinds, before) if wait else None
-
-
-def _address(line: str) -> int:
-    return int(line.split("*/")[0].strip(" /*"), 16)
 
 
 class _NoDevice:
@@ -104,12 +90,9 @@ def _measure(kernel: Any) -> Built:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, sass = (
-            subprocess.run(
-                [str(tool), option, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for option in ("-res-usage", "-sass")
-        )
+        usage = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (int(re.findall(rf"{word}:(\d+)", usage)[-1]) for word in ("REG", "STACK"))
     return Built(
         kernel.metadata.name,
@@ -118,5 +101,4 @@ def _measure(kernel: Any) -> Built:
         stack,
         kernel.metadata.shared,
         kernel.asm["ptx"],
-        [line for line in sass.splitlines() if re.match(r"\s+/\*[0-9a-f]{4,5}\*/ +\S", line)],
     )

@@ -40,7 +40,6 @@ def work_of(seen: Sequence[Tensor]) -> AttentionWork:
         bounds,
         torch.cat(list(seen)).int(),
         torch.zeros(1, dtype=torch.int32),
-        torch.zeros(0, dtype=torch.int32),
     )
 
 
