@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--folder", type=Path, default=ROOT / "data" / "bench", help="where --keep adds them"
     )
     parser.add_argument(
-        "--profile", type=Path, metavar="FOLDER", help="write kernel times of decode"
+        "--profile", type=Path, metavar="FOLDER", help="write kernel times of decode and train"
     )
     parser.add_argument("--commit", help="of the lines; default: what git says")
     asked = parser.parse_args(argv)

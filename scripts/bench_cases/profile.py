@@ -15,18 +15,18 @@ STEPS = 10
 ROWS = 45
 
 
-def write_profile(path: Path, step: Callable[[], Any]) -> None:
-    """Profile `STEPS` calls and write a table, longest first, with what the device was busy for."""
+def write_profile(path: Path, step: Callable[[], Any], *, steps: int = STEPS) -> None:
+    """Profile calls and write a table, longest first, with what the device was busy for."""
     activities, order = [ProfilerActivity.CPU], "self_cpu_time_total"
     if torch.cuda.is_available():
         activities, order = [*activities, ProfilerActivity.CUDA], "self_device_time_total"
     with torch.profiler.profile(activities=activities) as profiler, timed() as seconds:
-        for _ in range(STEPS):
+        for _ in range(steps):
             step()
     events = profiler.key_averages()
-    busy_ms = sum(event.self_device_time_total for event in events) / 1e3 / STEPS
+    busy_ms = sum(event.self_device_time_total for event in events) / 1e3 / steps
     head = (
-        f"{STEPS} steps under the profiler, {seconds.value * 1e3 / STEPS:.3f} ms each, "
+        f"{steps} steps under the profiler, {seconds.value * 1e3 / steps:.3f} ms each, "
         f"device busy {busy_ms:.3f} ms of it\n\n"
     )
     path.parent.mkdir(parents=True, exist_ok=True)

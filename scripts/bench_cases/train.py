@@ -2,7 +2,8 @@
 
 Both run the same kernels, the same LoRA adapter (r = 16) and the same checkpointing; the rows of
 the baseline are packed without padding, each leaf chain computed in full, every sampled token
-scored once. Then 131,072 unique tokens in one forward and backward pass.
+scored once. Then 131,072 unique tokens in one forward and backward pass, and three times as many
+with MLPs by tiles and the layers' inputs in host memory.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from octopus_trl import Trace
 from octopus_trl.kernels._block_lists import block_pairs
 from octopus_trl.maths.objective import rollout_training_kl
 from octopus_trl.models import spec_of, unwrap
+from octopus_trl.models.mlp_tiles import tile_mlps
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Segment, ThreadRecord
 from octopus_trl.train.kernel_check import check_kernels
@@ -30,6 +33,7 @@ from octopus_trl.train.rows import LossRow, Tree, build_row
 
 from .clock import sample_s, timed
 from .mix import read, synthetic, trace_of
+from .profile import write_profile
 from .setting import Line, Setting, WrongResult
 from .train_mix import SHAPES, dedup_ratio, path_of
 from .train_work import UpdateFlops, chain_rows, without_reads
@@ -43,6 +47,8 @@ LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
 # carried state begins a chunk elsewhere; of rows in a wrong order: 0.09 and 1.0.
 CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (5e-3, 0.6)}
 HOST_LIMIT_S = 1.0  # layout and block lists of the longest row
+TILES = 8  # of a row whose MLPs are tiled
+PROFILED = 2  # updates
 GIB = 2**30
 
 
@@ -70,6 +76,7 @@ def run(setting: Setting) -> Iterator[Line]:
             yield from lines
             rate = sum(trace.lengths) / seconds
         yield from longest_row(setting, model, flops, rate)
+        yield from longest_row(setting, model, flops, rate, times=3)
 
 
 @contextmanager
@@ -105,9 +112,16 @@ def score(model: Any, row: LossRow) -> Tensor:
         return run_packed(model, spec_of(model), row.packed, row.rows, row.targets)
 
 
-def update(model: Any, traces: Sequence[Trace]) -> None:
-    """Pack, score and take the gradient of the mean log-probability."""
-    (-score(model, row_of(traces)).mean()).backward()
+def update(model: Any, traces: Sequence[Trace], *, on_host: bool = False) -> None:
+    """Pack, score and take the gradient of the mean log-probability.
+
+    Args:
+        on_host: what is kept for the backward pass waits in host memory.
+    """
+    pinned = next(model.parameters()).is_cuda
+    with save_on_cpu(pin_memory=pinned) if on_host else nullcontext():
+        loss = -score(model, row_of(traces)).mean()
+    loss.backward()
     model.zero_grad(set_to_none=True)
 
 
@@ -171,6 +185,9 @@ def compare(
     logical = sum(sum(row.lengths) for row in rows)
     what = f"update of {trace.episode_id}, {unique:,} unique tokens, r {ratio:.2f}"
     ours_s, ours_peak = measured(setting, partial(update, model, [trace]))
+    if setting.profile is not None:
+        path = setting.profile / f"{trace.episode_id}.txt"
+        write_profile(path, partial(update, model, [trace]), steps=PROFILED)
     passes, theirs_s, theirs_peak = fewest_passes(setting, model, rows)
     ours_flops = flops.count(row_of([trace]))
     ours_mfu = ours_flops / ours_s / setting.rates.flops
@@ -253,11 +270,20 @@ def timed_calls(seconds: float) -> int:
     return 1 if seconds > LONG_S else REPEATS
 
 
-def longest_row(setting: Setting, model: Any, flops: UpdateFlops, rate: float) -> Iterator[Line]:
-    """Yield the host's time and the device's memory for one row of the most unique tokens."""
-    trace = wide_episode(setting.sizes.train_tokens, model.config.vocab_size)
-    unique = sum(trace.lengths)
+def longest_row(
+    setting: Setting, model: Any, flops: UpdateFlops, rate: float, *, times: int = 1
+) -> Iterator[Line]:
+    """Yield the host's time and the device's memory for one row of the most unique tokens.
+
+    Args:
+        times: as many tokens; above 1 with tiled MLPs and the layers' inputs in host memory.
+    """
+    trace = wide_episode(times * setting.sizes.train_tokens, model.config.vocab_size)
+    unique, long = sum(trace.lengths), times > 1
     what = f"{unique:,} unique tokens in one row"
+    tile = -(-unique // (times * TILES))
+    if long:
+        what += f", MLPs by {tile:,} and inputs of layers on the host"
     with timed() as host:
         row = row_of([trace])
     plan = row.packed.layout.plan
@@ -266,7 +292,7 @@ def longest_row(setting: Setting, model: Any, flops: UpdateFlops, rate: float) -
             block_pairs(plan, query_block=query_block, key_block=64, rows=unique)
     text = f"{what}: packing and block lists both ways on the host"
     yield Line.cost(text, host.value + lists.value, "s", HOST_LIMIT_S)
-    needed = 2 * unique / rate if rate else 0.0
+    needed = (2 + long) * unique / rate if rate else 0.0
     if not setting.fits(needed):
         yield Line.not_run(what, setting.out_of_budget(needed))
         return
@@ -274,7 +300,10 @@ def longest_row(setting: Setting, model: Any, flops: UpdateFlops, rate: float) -
     with setting.busy(what):
         if setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = min(sample_s(partial(update, model, [trace]), repeats=1))
+        if long:
+            tile_mlps(model, tile)
+        seconds = min(sample_s(partial(update, model, [trace], on_host=long), repeats=1))
+        tile_mlps(model, None)
     speed = f"{what}: forward and backward, {len(row.targets):,} scored"
     limit = setting.rates.flops / flops.count(row) * unique
     yield Line.rate(speed, unique / seconds, "unique tokens/s", limit)
