@@ -118,6 +118,33 @@ def test_a_report_at_a_place_that_cannot_be_is_one_error(
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
+def test_a_pipe_gets_the_bytes_and_stays_one(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_whole(path, "text")
+        assert path.is_fifo()
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+def test_a_link_stays_one_and_its_file_is_put_in_place(tmp_path: Path, old: str | None) -> None:
+    folder, link = tmp_path / "far", tmp_path / "link"
+    folder.mkdir()
+    if old is not None:
+        (folder / "a").write_text(old)
+    link.symlink_to(Path("far") / "a")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert (folder / "a").read_text() == "new"
+    assert os.listdir(folder) == ["a"]
+    assert sorted(os.listdir(tmp_path)) == ["far", "link"]
+
+
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_the_mode_is_that_of_any_new_file(tmp_path: Path, mask: int, mode: int) -> None:
     before = os.umask(mask)
