@@ -27,5 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending(disk="no report was written"):
+    with ending(disk="a file is whole if its path was printed"):
         main()

@@ -28,6 +28,7 @@ from octopus_trl.agent.search import token_ends
 from octopus_trl.errors import ConfigError, OctopusError, RankFailed
 from octopus_trl.eval.judge_choice import JudgeSettings, reward_functions
 from octopus_trl.eval.seal_join_backend import is_world, load_world
+from octopus_trl.report.ending import until_unread
 from octopus_trl.train.checkpoint import last_checkpoint
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.interrupt import StopGracefully
@@ -124,7 +125,8 @@ def main() -> int:
     )
     if asked.plan:
         report = make_report(args, model_args, asked, recipe_of(sys.argv))
-        print(report.text())
+        with until_unread():
+            print(report.text())
         report.refuse()
         return 0
     name = model_args.model_name_or_path

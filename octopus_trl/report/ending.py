@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from octopus_trl.errors import OctopusError
@@ -15,7 +17,8 @@ def ending(*, disk: str | None = None, stopped: str | None = None) -> Iterator[N
     """Run a script's main; where it fails for a known reason, say it and end the process.
 
     Exit codes: 2 a setting or a file is wrong (`OctopusError`); 1 the disk refused (`OSError`);
-    130 interrupted. Any other exception is a fault of ours and keeps its traceback.
+    130 interrupted; 141, without a word, nobody reads the output any more (`| head`). Any other
+    exception is a fault of ours and keeps its traceback.
 
     Args:
         disk: what a disk that refuses leaves, said behind its reason; without it the traceback
@@ -23,7 +26,8 @@ def ending(*, disk: str | None = None, stopped: str | None = None) -> Iterator[N
         stopped: what an interrupted run leaves; without it nothing is said.
     """
     try:
-        yield
+        with until_unread():
+            yield
     except OctopusError as error:
         _end(2, f"error: {error}")
     except OSError as error:
@@ -34,7 +38,43 @@ def ending(*, disk: str | None = None, stopped: str | None = None) -> Iterator[N
         _end(130, None if stopped is None else f"stopped; {stopped}")
 
 
+@contextmanager
+def until_unread() -> Iterator[None]:
+    """Run; where that fails because nobody reads stdout any more, end the process, code 141."""
+    try:
+        try:
+            yield
+        except SystemExit as end:
+            if isinstance(end.__context__, BrokenPipeError):  # rich's way, with code 1
+                _end(141, None)
+            _flush_unread()
+            raise
+        _flush_unread()
+    except BrokenPipeError:
+        if not _is_unread():  # a server's or a child's, not stdout
+            raise
+        _end(141, None)
+
+
+def _flush_unread() -> None:
+    """Find out now what would fail when the process ends, with a traceback."""
+    if _is_unread():
+        sys.stdout.flush()
+
+
+def _is_unread() -> bool:
+    with suppress(AttributeError, OSError, ValueError):  # no stdout, or none with a descriptor
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
+
+
 def _end(code: int, line: str | None) -> NoReturn:
     if line is not None:
         sys.stderr.write(f"{line}\n")
+    if _is_unread():  # what still waits there goes nowhere
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
     raise SystemExit(code)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,52 @@ def test_any_other_end_is_left_as_it_is(error: BaseException) -> None:
     with pytest.raises(type(error)) as ended, ending():
         raise error
     assert ended.value is error
+
+
+UNREAD = """
+import sys
+from octopus_trl.report.ending import ending
+with ending(disk="half is kept"):
+    sys.stdout.write("half a line")
+    {then}
+"""
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    ("then", "code", "line"),
+    [
+        ("pass", 141, b""),
+        ("sys.exit(0)", 141, b""),
+        ("from rich.console import Console; Console().print('table')", 141, b""),
+        ("sys.stdout.flush(); raise OSError(28, 'full')", 141, b""),
+        ("raise OSError(28, 'full')", 1, b"error: [Errno 28] full; half is kept\n"),
+    ],
+)
+def test_output_that_nobody_reads_any_more_ends_a_script_without_a_word(
+    buffered: bool, then: str, code: int, line: bytes
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", UNREAD.format(then=then)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+    )
+    os.close(writer)
+    # Without a buffer the first write fails already.
+    assert (done.returncode, done.stderr) == ((code, line) if buffered else (141, b""))
+
+
+def test_a_pipe_that_is_not_the_output_is_a_disk_that_refused(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended, ending(disk="half is kept"):
+        raise BrokenPipeError(32, "Broken pipe")
+    assert ended.value.code == 1
+    assert capfd.readouterr() == ("", "error: [Errno 32] Broken pipe; half is kept\n")
 
 
 def test_every_script_ends_so_or_says_why_not() -> None:
