@@ -49,7 +49,8 @@ class Footprint:
         frozen_bytes, trained_bytes: of the modules as they are loaded.
         kept: bytes that a token of a packed row keeps from forward to backward pass.
         widest: bytes a token that the backward pass of the widest layer needs beside them.
-        tile: bytes that the backward pass of an MLP's tile needs beside them; 0 without tiles.
+        tile: bytes a token that the backward pass of an MLP's tile needs beside them.
+        tile_tokens: of a tile, at most; 0 without tiles.
         offloaded: bytes a token of what is kept in host memory; 0 where nothing is.
     """
 
@@ -62,6 +63,7 @@ class Footprint:
     kept: int
     widest: int
     tile: int = 0
+    tile_tokens: int = 0
     offloaded: int = 0
 
     @classmethod
@@ -86,11 +88,11 @@ class Footprint:
         causal_lm, spec = unwrap(model), spec_of(model)
         dtype = causal_lm.get_input_embeddings().weight.dtype
         narrow = 2 if autocast else dtype.itemsize
-        tiles = 0
+        tile = 0
         layers = [layer_bytes(layer, spec, narrow) for layer in causal_lm.model.layers]
         if tile_tokens is not None:
             parts = [mlp_bytes(layer, spec, narrow) for layer in causal_lm.model.layers]
-            tiles = tile_tokens * max(saved + flying for saved, flying in parts)
+            tile = max(saved + flying for saved, flying in parts)
             # Of a tiled MLP a layer keeps the input and the output; gradients of the mixer's
             # widest tensors fly when the MLP is done.
             layers = [
@@ -115,7 +117,8 @@ class Footprint:
             sum(p.nbytes for p in trained),
             kept,
             max(moving) if checkpointing else max(flying for _, flying in layers),
-            tiles,
+            tile,
+            tile_tokens or 0,
             offloaded,
         )
 
@@ -126,12 +129,15 @@ class Footprint:
 
     def row_bytes(self, tokens: int) -> int:
         """Bytes that a packed row of so many tokens takes at the peak of its backward pass."""
-        return tokens * self.kept + max(tokens * self.widest + self.tile, self.logit_bytes)
+        tile = min(tokens, self.tile_tokens) * self.tile
+        return tokens * self.kept + max(tokens * self.widest + tile, self.logit_bytes)
 
     def longest_row(self, num_bytes: int) -> int:
         """Give the most tokens of a row that `num_bytes` hold; 0 where not one."""
         beside_logits = (num_bytes - self.logit_bytes) // self.kept
-        whole = (num_bytes - self.tile) // (self.kept + self.widest)
+        each, most = self.kept + self.widest, self.tile_tokens
+        cut = (num_bytes - most * self.tile) // each  # of a row of more than a tile
+        whole = cut if cut >= most else num_bytes // (each + self.tile)
         return max(0, min(beside_logits, whole))
 
 
@@ -199,7 +205,7 @@ def mlp_bytes(layer: nn.Module, spec: ModelSpec, narrow: int) -> tuple[int, int]
         Bytes a token, each.
     """
     products = [module for name, module in _products(layer) if _in_mlp(name)]
-    widest = max(max(m.in_features, m.out_features) for m in products)
+    widest = max((max(m.in_features, m.out_features) for m in products), default=0)
     widths = sum(m.in_features + m.out_features for m in products)
     saved = narrow * (widths + widest) + NORM_BYTES * spec.hidden_size
     return saved, _flying(layer, narrow, mlp=True)
@@ -211,11 +217,12 @@ def _flying(layer: nn.Module, narrow: int, *, mlp: bool | None = None) -> int:
     Args:
         mlp: of the MLP alone, of the mixer alone, or of all products.
     """
-    widest = max(
+    widths = (
         max(module.in_features, module.out_features)
         for name, module in _products(layer)
         if mlp is None or _in_mlp(name) == mlp
     )
+    widest = max(widths, default=0)  # experts are one tensor, no products
     return widest * (3 * narrow + 4)
 
 

@@ -39,6 +39,7 @@ BUCKET = 500_000_000  # numbers in DeepSpeed's reduce bucket, its default
 LIVE = 1_000_000_000  # parameters that ZeRO-3 keeps gathered at most, its default
 MASTER_BYTES = 12  # ZeRO: float32 weight and two moments of AdamW
 GRADIENT_BYTES = 4  # of a gradient that ZeRO keeps, at most
+TILE = 16_384  # tokens of a tile that is advised, as in recipes/qwen3.5-4b
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Layout:
     def launch_file(self) -> str:
         """The file of `accelerate_configs/` that starts it."""
         if self.zero:
-            return f"multinode_zero{self.zero}" if self.machines > 1 else f"zero{self.zero}"
+            several = self.machines > 1 and self.zero > 1
+            return f"multinode_zero{self.zero}" if several else f"zero{self.zero}"
         return "ddp" if self.world > 1 else "single_gpu"
 
 
@@ -74,7 +76,7 @@ def parse_layout(text: str, zero: int | None = None) -> Layout:
         ConfigError: another form, no GPU, or a stage outside 0..3.
     """
     parts = text.lower().replace("×", "x").split("x")
-    if not 1 <= len(parts) <= 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not 1 <= len(parts) <= 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"gpus={text!r}: must be GPUs, or machines x GPUs, such as 8 or 2x8")
     if zero is not None and zero not in (0, 1, 2, 3):
         raise ConfigError(f"zero={zero}: must be 0 (DDP), 1, 2 or 3")
@@ -297,9 +299,13 @@ class Plan:
             fix = f"set max_row_tokens to {longest} or less" if longest else "take a larger card"
             if longest and not args.gradient_checkpointing:
                 fix += ", or gradient_checkpointing: true"
-            elif args.mlp_tile_tokens is None and self.layout.zero != 3:
-                fix += ", or mlp_tile_tokens: 16384"
-            elif not args.activation_offloading:
+            elif (
+                args.mlp_tile_tokens is None
+                and self.layout.zero != 3
+                and args.max_row_tokens > TILE
+            ):
+                fix += f", or mlp_tile_tokens: {TILE}"
+            elif args.gradient_checkpointing and not args.activation_offloading:
                 fix += ", or activation_offloading: true"
             self.problems.append(
                 f"max_row_tokens={args.max_row_tokens}: an update with such a row takes "
@@ -308,7 +314,13 @@ class Plan:
 
     def warnings(self, episode: Episode) -> list[str]:
         """Say what runs, but not as one may think."""
-        args, found = self.args, []
+        args, layout, found = self.args, self.layout, []
+        if layout.machines > 1 and layout.zero < 2:
+            found.append(
+                f"{layout.launch_file}.yaml is for one machine: add --num_machines "
+                f"{layout.machines} --num_processes {layout.world} and, on each, --machine_rank "
+                "RANK --main_process_ip HEAD --main_process_port PORT"
+            )
         if episode.unique > args.max_row_tokens:
             found.append(
                 f"an episode of {episode.unique:,} tokens fits no row of max_row_tokens="

@@ -399,7 +399,19 @@ def test_a_figure_counts_on_its_card_and_for_its_shapes_alone(tmp_path: Path) ->
             "a generation takes .*the card has",
         ),
         ({}, {"gpus": ["0"]}, "gpus='0': must be GPUs"),
+        (
+            {
+                "mlp_tile_tokens": None,
+                "activation_offloading": False,
+                "max_row_tokens": 16_384,
+                "num_pages": 4_200,
+                "num_states": 10,
+            },
+            {"gpu_memory": 16.0},  # a tile of the whole row would save nothing
+            r"set max_row_tokens to \d+ or less, or activation_offloading: true$",
+        ),
         ({}, {"gpus": ["2x8x2"]}, "must be GPUs, or machines x GPUs"),
+        ({}, {"gpus": ["²"]}, "must be GPUs, or machines x GPUs"),
         ({}, {"zero": 4}, "zero=4: must be 0"),
         ({}, {"gpu_memory": 0.0}, "gpu_memory=0.0: must be above 0"),
     ],
