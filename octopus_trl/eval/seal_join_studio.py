@@ -9,7 +9,10 @@ import gzip
 import json
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +139,9 @@ def make_shards(
     processes = min(processes or os.cpu_count() or 1, len(todo))
     if processes > 1:
         # Fresh interpreters: a fork would copy the locks of a process that runs threads.
-        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        with _deaf():
+            workers = multiprocessing.get_context("spawn").Pool(processes)
+        with workers as pool:
             pool.map(write, todo, chunksize=1)
             pool.close()  # workers end by themselves: a terminated one leaks its locks
             pool.join()
@@ -161,6 +166,19 @@ def read_shards(paths: Iterable[str | Path]) -> Iterator[Trace]:
                     number += 1
         except (OSError, EOFError, ValueError) as error:
             raise TraceError(f"{path}:{number}: broken shard: {error}") from error
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach; who started them ends them, without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 _studios: dict[str, ExpertStudio] = {}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -310,6 +315,30 @@ def test_processes_do_not_change_a_shard(tmp_path: Path, backend: SealJoinBacken
         make_shards(tmp_path / str(n), world, count=8, per_shard=4, processes=n) for n in (1, 2)
     ]
     assert [p.read_bytes() for p in made[0]] == [p.read_bytes() for p in made[1]]
+
+
+def test_ctrl_c_ends_all_processes_without_a_traceback(
+    tmp_path: Path, backend: SealJoinBackend
+) -> None:
+    code = (
+        "import sys\n"
+        "from octopus_trl.eval.seal_join_studio import make_shards\n"
+        "from octopus_trl.report.ending import ending\n"
+        "with ending(stopped='run it again'):\n"
+        "    make_shards(sys.argv[1], sys.argv[2], count=10**6, per_shard=10**5, processes=2)\n"
+    )
+    world = backend.base.corpus.path.parent
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), str(world)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    until = time.monotonic() + 120
+    while not any(tmp_path.iterdir()) and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    _, said = run.communicate(timeout=120)
+    assert (run.returncode, said) == (130, b"stopped; run it again\n")
 
 
 @pytest.mark.parametrize("settings", [{"count": 0}, {"count": 3, "per_shard": 0}])
