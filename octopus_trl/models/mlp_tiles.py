@@ -27,7 +27,8 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
 
     Args:
         model: a causal LM, PEFT-wrapped or not.
-        tokens: of a tile; None computes rows whole again.
+        tokens: of a tile; None computes rows whole again, and leaves a model that never had tiles
+            as it is.
     Raises:
         ConfigError: `tokens` is below 1, or the layers have no MLP of a known name.
     """
@@ -37,9 +38,9 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
         module
         for layer in unwrap(model).model.layers
         for name, module in layer.named_children()
-        if name in MLP_NAMES
+        if name in MLP_NAMES and (tokens is not None or isinstance(module, _Tiled))
     ]
-    if not found:
+    if not found and tokens is not None:
         raise ConfigError(f"{type(unwrap(model)).__name__} has no MLP named as {MLP_NAMES}")
     for module in found:
         if not isinstance(module, _Tiled):

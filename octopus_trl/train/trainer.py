@@ -116,8 +116,7 @@ class OctopusGRPOTrainer(
             args.model_init_kwargs = None
         # TRL wraps the model's forward as it finds it, so ours must be in place before.
         prepare_model(model, mount_layers=args.mount_layers)
-        if args.mlp_tile_tokens is not None:
-            tile_mlps(model, args.mlp_tile_tokens)
+        tile_mlps(model, args.mlp_tile_tokens)
         refuse_balance_loss(model.config, args.router_aux_loss_coef)
         if peft_config is not None:
             peft_config = settle_targets(model, peft_config)

@@ -13,8 +13,12 @@ from octopus_trl import score_traces
 from octopus_trl.errors import ConfigError
 from octopus_trl.maths import objective
 from octopus_trl.train import scoring
+from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.rows import longest_path
+from octopus_trl.train.trainer import OctopusGRPOTrainer
+from tests.tiny import tiny_hybrid
 from tests.train.runs import (
+    SETTINGS,
     Gradients,
     adapter,
     alternating,
@@ -23,6 +27,7 @@ from tests.train.runs import (
     logged,
     make_trainer,
     replayed,
+    tokenizer,
     trained,
 )
 
@@ -263,6 +268,25 @@ def test_gradient_with_tiled_mlps_is_that_of_whole_rows(one_row: Any, tmp_path: 
     mlps = [module for name, module in trainer.model.named_modules() if name.endswith(".mlp")]
     assert {mlp.octopus_tile_tokens for mlp in mlps} == {100}
     assert difference(steps[0], one_row[1][0]) < 2e-5
+
+
+def test_a_model_that_was_trained_in_tiles_has_none_where_its_next_run_asks_for_none(
+    tmp_path: Path,
+) -> None:
+    model = tiny_hybrid(0, vocab_size=1024)
+    mlps = [layer.mlp for layer in model.model.layers]
+    for tokens in (100, None, 7):
+        OctopusGRPOTrainer(
+            model,
+            reward_funcs=alternating,
+            args=OctopusGRPOConfig(
+                **{**SETTINGS, "output_dir": str(tmp_path), "mlp_tile_tokens": tokens}
+            ),
+            train_dataset=asked_rows(2),
+            processing_class=tokenizer(),
+            tools=None,
+        )
+        assert {mlp.octopus_tile_tokens for mlp in mlps} == {tokens}
 
 
 def test_gradient_with_offloaded_activations_has_the_same_bits(
