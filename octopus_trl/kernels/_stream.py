@@ -54,8 +54,13 @@ class Tiling(NamedTuple):
 
 def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
     """Choose a tiling; where the depth is cut, and so the bits, does not depend on the rows."""
-    parts = 1
-    while triton.cdiv(num_outputs, 64) * parts < _PROGRAMS and dim // (2 * parts) >= _MIN_DEPTH:
+    parts, tiles = 1, triton.cdiv(dim, 128)
+    # Parts of whole tiles of either depth below begin at the same columns.
+    while (
+        triton.cdiv(num_outputs, 64) * parts < _PROGRAMS
+        and dim // (2 * parts) >= _MIN_DEPTH
+        and tiles % (2 * parts) == 0
+    ):
         parts *= 2
     if rows <= 32:
         return Tiling(64, 128, parts, warps=4, stages=3, ahead=1)

@@ -187,7 +187,9 @@ def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.
 
 
 def test_how_a_matrix_is_cut_covers_its_depth_and_its_parts_ignore_the_rows() -> None:
-    for outputs, dim in [(2560, 9216), (2560, 4096), (18432, 2560), (12352, 2560), (8, 100)]:
+    measured = [(2560, 9216), (2560, 4096), (18432, 2560), (12352, 2560), (8, 100)]
+    odd = [(1024, 3584), (896, 896), (2048, 5632), (1152, 6912), (64, 1080), (64, 8191)]
+    for outputs, dim in measured + odd:
         cuts = [_stream.tiling(rows, outputs, dim) for rows in (1, 16, 17, 33, 64)]
         shares = set()
         for cut in cuts:
