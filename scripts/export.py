@@ -38,5 +38,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending():
+    with ending(disk="the folder is not whole: remove it"):
         main()

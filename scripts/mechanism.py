@@ -72,6 +72,8 @@ def main() -> None:
         else:
             print(text, end="")
         return
+    if asked.out is not None and asked.out.is_dir():
+        raise ConfigError(f"--out {asked.out}: is a folder; name a file")
     check_readings(asked.readings)
     found = measure_probes(asked) if asked.what == "probes" else measure_traces(asked)
     stamp = circumstances(sys.argv)
@@ -314,5 +316,5 @@ def table_of(lines: Sequence[Mapping[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    with ending():
+    with ending(disk="the lines before it are kept"):
         main()

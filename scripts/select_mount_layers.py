@@ -57,6 +57,8 @@ _STAGE = "layer sets, at most"
 def main() -> None:
     asked = arguments()
     hush_libraries()
+    if asked.out is not None and asked.out.is_dir():
+        raise ConfigError(f"--out {asked.out}: is a folder; name a file")
     check_growth(asked.method, asked.max_layers, asked.target)
     if asked.n < 4:
         raise ConfigError(f"-n {asked.n}: must be at least 4, half of them are held out")
@@ -232,5 +234,5 @@ def figures(each: Restored) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    with ending():
+    with ending(disk="scores of finished layer sets are kept beside --out"):
         main()

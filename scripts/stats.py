@@ -85,5 +85,5 @@ def table_of(figures: dict[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    with ending():
+    with ending(disk="the figures are not whole"):
         main()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octopus_trl.errors import ConfigError, ServiceDown
 from octopus_trl.report.ending import ending
+from octopus_trl.trace_files import write_traces
+from tests.tiny import random_trace
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # train has codes of its own for its ranks (docs/training.md); the others are instruments.
@@ -96,6 +100,37 @@ def test_a_pipe_that_is_not_the_output_is_a_disk_that_refused(
         raise BrokenPipeError(32, "Broken pipe")
     assert ended.value.code == 1
     assert capfd.readouterr() == ("", "error: [Errno 32] Broken pipe; half is kept\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("select_mount_layers", ["--model", "none"]),
+        ("mechanism", ["probes", "--model", "none"]),
+    ],
+)
+def test_a_folder_for_results_is_refused_before_a_model_is_loaded(
+    script: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert capfd.readouterr().err == f"error: --out {tmp_path}: is a folder; name a file\n"
+
+
+def test_a_full_disk_under_a_table_is_one_line(tmp_path: Path) -> None:
+    write_traces(tmp_path / "traces.jsonl", [random_trace(0)])
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, str(SCRIPTS / "stats.py"), str(tmp_path / "traces.jsonl")],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
+    assert b"No space left on device; the figures are not whole" in done.stderr
 
 
 def test_every_script_ends_so_or_says_why_not() -> None:
