@@ -105,7 +105,7 @@ def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
     setting = Setting(sizes=sizes, kept={"model": model})
     found = list(command.run_case("train", setting, asked=True))
     assert not any(failed for _, failed in found), found
-    speed, tokens, memory, host, longest, peak = (line for line, _ in found)
+    speed, tokens, memory, host, longest, peak, *tiled = (line for line, _ in found)
     assert speed.unit == "times faster than separate rows"
     assert speed.limit == pytest.approx(train_mix.dedup_ratio(frozen("train_r3", scale=512)))
     assert tokens.share is not None
@@ -114,6 +114,9 @@ def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
     assert peak.value is None
     assert host.value is not None
     assert longest.value is not None
+    assert tiled[1].case.startswith("706 unique tokens in one row, MLPs by 30 and inputs")
+    assert [line.value is None for line in tiled] == [False, False, True]
+    assert not any(getattr(module, "octopus_tile_tokens", None) for module in model.modules())
     assert [name for name, _ in model.named_parameters()] == names
     assert not any(p.requires_grad for p in model.parameters())
 
