@@ -192,21 +192,21 @@ def _skinny_linear(
     if HOLD:
         for index in tl.static_range(AHEAD):
             at = tl.minimum(first + index, steps - 1) * DEPTH
-            held = held + (_weights(matrix, at, real, depth, dim, EVEN),)
+            held = held + (_tile(matrix + at, real, (at + depth < dim)[None, :], EVEN),)
     await_inputs(EARLY)
     if SOON:
         release_next(EARLY)
     if HOLD:
         for index in tl.static_range(AHEAD):
             at = tl.minimum(first + index, steps - 1) * DEPTH
-            beside = beside + (_inputs(inputs, at, given, depth, dim, EVEN),)
+            beside = beside + (_tile(inputs + at, given, (at + depth < dim)[:, None], EVEN),)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
     # The first tiles come last, held or not, so that both give the same bits.
     ahead = tl.minimum(AHEAD, count)
     for index in tl.range(ahead, count if HOLD else count + ahead):
         at = (first + tl.where(index < count, index, index - count)) * DEPTH
-        w = _weights(matrix, at, real, depth, dim, EVEN)
-        columns = _inputs(inputs, at, given, depth, dim, EVEN)
+        w = _tile(matrix + at, real, (at + depth < dim)[None, :], EVEN)
+        columns = _tile(inputs + at, given, (at + depth < dim)[:, None], EVEN)
         sums = tl.dot(w, columns, sums, input_precision="ieee")
     if not SOON:
         # Not before: the next kernel's programs would take room and bandwidth from this one's.
@@ -251,34 +251,10 @@ def _skinny_linear(
 
 
 @triton.jit
-def _weights(
-    matrix: tl.tensor,
-    at: tl.tensor,
-    real: tl.tensor,
-    depth: tl.tensor,
-    dim: tl.tensor,
-    EVEN: tl.constexpr,
-) -> tl.tensor:
-    """Load the tile of the matrix that begins at a depth."""
+def _tile(pointers: tl.tensor, real: tl.tensor, inside: tl.tensor, EVEN: tl.constexpr) -> tl.tensor:
+    """Load a tile of the matrix or of the rows; `inside` tells the depth's end, unless EVEN."""
     if EVEN:
         mask = real
     else:
-        mask = real & (at + depth < dim)[None, :]
-    return tl.load(matrix + at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _inputs(
-    inputs: tl.tensor,
-    at: tl.tensor,
-    given: tl.tensor,
-    depth: tl.tensor,
-    dim: tl.tensor,
-    EVEN: tl.constexpr,
-) -> tl.tensor:
-    """Load the tile of the rows that begins at a depth, a row a column."""
-    if EVEN:
-        mask = given
-    else:
-        mask = given & (at + depth < dim)[:, None]
-    return tl.load(inputs + at, mask=mask, other=0.0)
+        mask = real & inside
+    return tl.load(pointers, mask=mask, other=0.0)

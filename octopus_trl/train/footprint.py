@@ -29,6 +29,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from octopus_trl.models import prepare_model, spec_of, unwrap
+from octopus_trl.models.mlp_tiles import MLP_NAMES
 from octopus_trl.models.spec import ModelSpec
 from octopus_trl.train.lora import settle_targets
 
@@ -236,4 +237,4 @@ def _products(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _in_mlp(name: str) -> bool:
-    return any(part in ("mlp", "feed_forward", "shared_mlp") for part in name.split("."))
+    return any(part in MLP_NAMES for part in name.split("."))

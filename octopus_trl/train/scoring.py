@@ -25,7 +25,7 @@ from octopus_trl.train.rows import (
 from octopus_trl.train.weights import eval_mode, say
 
 
-def _kept_on_host() -> save_on_cpu:
+def kept_on_host() -> save_on_cpu:
     """Keep what a pass saves for its backward pass in host memory, pinned where there is a GPU.
 
     What a checkpointed layer computes again is not saved by the pass and stays on the device.
@@ -98,7 +98,7 @@ class PackedRows:
         return rows + [empty_row() for _ in range(wanted - len(rows))]
 
     def _row_logps(self, model: nn.Module, row: LossRow, temperature: float) -> Tensor:
-        with _kept_on_host() if self.args.activation_offloading else nullcontext():
+        with kept_on_host() if self.args.activation_offloading else nullcontext():
             return run_packed(
                 model,
                 self._spec,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 
 from octopus_trl import Trace
 from octopus_trl.kernels._block_lists import block_pairs
@@ -30,6 +29,7 @@ from octopus_trl.trace import Segment, ThreadRecord
 from octopus_trl.train.kernel_check import check_kernels
 from octopus_trl.train.lora import PROJECTIONS
 from octopus_trl.train.rows import LossRow, Tree, build_row
+from octopus_trl.train.scoring import kept_on_host
 
 from .clock import sample_s, timed
 from .mix import read, synthetic, trace_of
@@ -118,8 +118,7 @@ def update(model: Any, traces: Sequence[Trace], *, on_host: bool = False) -> Non
     Args:
         on_host: what is kept for the backward pass waits in host memory.
     """
-    pinned = next(model.parameters()).is_cuda
-    with save_on_cpu(pin_memory=pinned) if on_host else nullcontext():
+    with kept_on_host() if on_host else nullcontext():
         loss = -score(model, row_of(traces)).mean()
     loss.backward()
     model.zero_grad(set_to_none=True)
