@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from octopus_trl.errors import TraceError
+from octopus_trl.errors import ConfigError, TraceError
 from octopus_trl.files import replacing
 from octopus_trl.trace import Trace
 
@@ -19,7 +19,10 @@ def read_traces(path: str | Path, *, check: bool = True) -> Iterator[Trace]:
 
     Raises:
         TraceError: a line is broken; names the file and the line number.
+        ConfigError: there is no such file.
     """
+    if not Path(path).exists() or Path(path).is_dir():
+        raise ConfigError(f"{path}: no such file; name one of traces, a run keeps them in traces/")
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n") and not _parses(line):

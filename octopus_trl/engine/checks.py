@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -109,6 +109,10 @@ def check_batch(
     Raises:
         ConfigError: numbers differ, a cursor is listed twice, or settings are none.
     """
+    if not isinstance(cursors, Sequence):
+        raise ConfigError(f"cursors={cursors!r}: must be a list of cursors, [cursor] of one")
+    if not isinstance(sampling, SamplingParams | Iterable):
+        raise ConfigError(f"sampling={sampling!r}: must be a SamplingParams, or a list of them")
     each = [sampling] * len(cursors) if isinstance(sampling, SamplingParams) else list(sampling)
     if len(each) != len(cursors):
         raise ConfigError(f"{len(each)} sampling settings for {len(cursors)} cursors")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from octopus_trl.errors import ConfigError
+from octopus_trl.errors import ConfigError, TraceError
 from octopus_trl.maths.dag import NO_ROW
 from octopus_trl.models import spec_of
 from octopus_trl.models.packed import (
@@ -46,14 +48,20 @@ def score_traces(
         For each trace and segment, float32 [len(segment)] in natural log.
     Raises:
         ConfigError: the model is not prepared, or a setting is outside its range.
-        TraceError: an edge points forward or a segment is empty.
+        TraceError: a trace is none, an edge points forward or a segment is empty.
     """
     if mounts not in MOUNT_MODES:
         raise ConfigError(f"mounts={mounts!r}: must be one of {MOUNT_MODES}")
-    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+    number = isinstance(temperature, Real) and not isinstance(temperature, bool)
+    if not number or not 0 < temperature < float("inf"):
         raise ConfigError(
-            f"temperature={temperature}: must be above 0 and finite to divide the logits"
+            f"temperature={temperature!r}: must be above 0 and finite to divide the logits"
         )
+    if isinstance(traces, Trace) or not isinstance(traces, Iterable):
+        raise TraceError(f"traces={reprlib.repr(traces)}: must be a list of traces, [trace] of one")
+    traces = list(traces)
+    for trace in traces:
+        check_record(trace)
     spec = spec_of(model)
     scores: list[list[Tensor]] = []
     for part in split_rows(traces, MAX_ROW_TOKENS):
@@ -113,6 +121,36 @@ def split_rows(traces: Sequence[Trace], max_tokens: int) -> list[list[Trace]]:
         rows[-1].append(trace)
         used += size
     return rows
+
+
+def check_record(trace: Trace) -> None:
+    """Refuse what is no trace, or holds what a packed pass would misread.
+
+    Positions count as recorded and who may mount does not matter here; `Trace.check` has every
+    rule.
+
+    Raises:
+        TraceError: no trace, a segment's id is not its place, or an id, an edge, a start or a token
+            is no integer.
+    """
+    if not isinstance(trace, Trace):
+        raise TraceError(f"{reprlib.repr(trace)} is no trace: Trace.from_dict reads a record")
+    for index, segment in enumerate(trace.segments):
+        found = {"id": [segment.id], "start": [segment.start], "tokens": segment.tokens}
+        found["parent"] = [] if segment.parent is None else [segment.parent]
+        found["mounts"] = segment.mounts
+        for name, values in found.items():
+            kinds = set(map(type, values)) if isinstance(values, Sequence) else {None}
+            if bool in kinds or not all(kind and issubclass(kind, Integral) for kind in kinds):
+                raise TraceError(
+                    f"trace {trace.episode_id}, segment {index}: {name}: got "
+                    f"{reprlib.repr(values)}, must hold integers only"
+                )
+        if segment.id != index or segment.start < 0:
+            raise TraceError(
+                f"trace {trace.episode_id}, segment {index}: id and start: got {segment.id} and "
+                f"{segment.start}, must be {index} and at least 0"
+            )
 
 
 def check_fit(traces: Sequence[Trace], spec: ModelSpec) -> None:

@@ -30,6 +30,9 @@ REFUSED: list[tuple[type[OctopusError], Call]] = [
     (ConfigError, lambda e, c, old, shut: e.submit(c, [], ONE, until=["a"])),  # type: ignore[list-item]
     (ConfigError, lambda e, c, old, shut: e.generate([c], [None], until=())),  # type: ignore[list-item]
     (ConfigError, lambda e, c, old, shut: e.generate([e.fork(c), c], [ONE, 3], until=())),  # type: ignore[list-item]
+    (ConfigError, lambda e, c, old, shut: e.generate([c], None, until=())),  # type: ignore[arg-type]
+    (ConfigError, lambda e, c, old, shut: e.generate(c, ONE, until=())),  # type: ignore[arg-type]
+    (ConfigError, lambda e, c, old, shut: e.generate(None, ONE, until=())),  # type: ignore[arg-type]
     (ConfigError, lambda e, c, old, shut: e.cancel("1")),  # type: ignore[arg-type]
     # versions
     (ConfigError, lambda e, c, old, shut: e.set_policy_version(0)),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from octopus_trl.errors import TraceError
+from octopus_trl.errors import ConfigError, TraceError
 from octopus_trl.trace import Trace
 from octopus_trl.trace_files import TraceWriter, read_traces, write_traces
 from tests.tiny import random_trace
@@ -98,6 +98,12 @@ def test_a_file_without_lines_holds_no_trace(tmp_path: Path) -> None:
     assert list(read_traces(path)) == []
     with TraceWriter(path) as writer:
         assert writer.episode_ids == set()
+
+
+def test_a_file_that_is_not_there_is_one_error_that_names_it(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match=path.name):
+            list(read_traces(path))
 
 
 def test_a_last_line_cut_at_any_byte_never_hides_the_ones_before(tmp_path: Path) -> None:

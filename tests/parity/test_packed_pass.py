@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -324,8 +325,8 @@ def test_scores_do_not_depend_on_train_or_eval_mode_without_dropout(hybrid: Pair
     assert torch.equal(torch.cat(quiet).nan_to_num(), torch.cat(loud).nan_to_num())
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_a_temperature_that_divides_nothing_is_refused(hybrid: Pair, temperature: float) -> None:
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf"), True, "1", None])
+def test_a_temperature_that_divides_nothing_is_refused(hybrid: Pair, temperature: Any) -> None:
     with pytest.raises(ConfigError, match="temperature"):
         score_traces(hybrid.ours, [one_chain(3)], temperature=temperature)
 
@@ -361,6 +362,31 @@ def test_a_trace_that_cannot_be_packed_is_a_trace_error(hybrid: Pair, fault: str
         trace.segments.clear()
     with pytest.raises(TraceError):
         score_traces(hybrid.ours, [trace])
+
+
+FAULTS: list[tuple[str, Any]] = [
+    *(("id", value) for value in (7, None, "1", True)),
+    *(("parent", value) for value in ("a", 0.0, False)),
+    *(("start", value) for value in (-1, "a", None, 1.5)),
+    *(("tokens", value) for value in ([1.5], ["a"], [None], "ab", None, [True])),
+    *(("mounts", value) for value in (None, ["a"], [0.0], 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), FAULTS)
+def test_a_field_that_a_pass_would_misread_is_a_trace_error_that_names_it(
+    hybrid: Pair, name: str, value: object
+) -> None:
+    trace = one_chain(3, 2, 2)
+    setattr(trace.segments[1], name, value)
+    with pytest.raises(TraceError, match=f"segment 1: .*{name}"):
+        score_traces(hybrid.ours, [trace])
+
+
+@pytest.mark.parametrize("given", [None, 3, one_chain(3), [one_chain(3).to_dict()], ["a"], [None]])
+def test_what_is_no_list_of_traces_is_a_trace_error(hybrid: Pair, given: Any) -> None:
+    with pytest.raises(TraceError):
+        score_traces(hybrid.ours, given)
 
 
 def test_a_trace_of_another_mount_set_is_refused(dense: Pair) -> None:
