@@ -33,6 +33,8 @@ class Node:
         offset: tokens of the chain before this node.
         epoch: weights and pools that it was computed with; another epoch may not go on from it.
         mounts: what became readable just before the first own token.
+        mounting: last node of the chain that mounts something, maybe this one; `read_edges` follows
+            it past nodes that mount nothing.
         slot: state slot that holds the recurrent state at the end, if any does.
         place: place in host memory that holds a copy of it, if any does.
         stated: whether the state was ever there.
@@ -51,6 +53,7 @@ class Node:
     offset: int
     epoch: int
     mounts: tuple[Mount, ...] = ()
+    mounting: Node | None = None
     slot: int | None = None
     place: int | None = None
     stated: bool = False
@@ -139,6 +142,39 @@ def common(one: Node | None, other: Node | None) -> Node | None:
         else:
             other = other.parent
     return one
+
+
+def read_edges(tail: Node | None) -> Iterator[Mount]:
+    """Walk the mounts of a chain, the last node's first; nodes without any cost nothing."""
+    node = tail
+    while node is not None:
+        node = node.mounting
+        if node is not None and node.mounts:  # a split took them to a node further up otherwise
+            yield from node.mounts
+            node = node.parent
+
+
+def unread(tail: Node, pending: Sequence[Mount], span: Mount) -> list[Node]:
+    """List the nodes of a span that a boundary's next token does not see yet, last one first.
+
+    They are what `visible` would add for `span`; the time this takes grows with the span, with the
+    mounts there are and with what `tail` added since the two chains parted, not with the chain.
+
+    Args:
+        pending: mounts made since the boundary.
+    """
+    own = common(span.tail, tail) if span.root is None else None
+    known: set[int] = set()
+    for mount in (*read_edges(tail), *pending):
+        if mount.read and mount.root is span.root:
+            known.update(map(id, mount.nodes()))
+    new: list[Node] = []
+    for node in span.nodes():
+        if node is own:
+            break
+        if id(node) not in known:
+            new.append(node)
+    return new
 
 
 def visible(tail: Node | None, pending: Sequence[Mount]) -> tuple[list[Node], list[Node]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from octopus_trl.engine.cursor import Cursor, Mount, Node, common, position_after, visible
+from octopus_trl.engine.cursor import Cursor, Mount, Node, common, position_after, unread
 from octopus_trl.engine.tree import Tree
 
 
@@ -71,9 +71,7 @@ class Primitives:
         """
         span = self.span(cursor, source, since, shifts=shifts)
         span.spliced = spliced
-        _, before = visible(cursor._tail, cursor._pending)
-        _, after = visible(cursor._tail, (*cursor._pending, span))
-        new = sum(len(node.tokens) for node in after[len(before) :])
+        new = sum(len(node.tokens) for node in unread(cursor._tail, cursor._pending, span))
         if new:
             self.tree.hold_mount(span)
             cursor._pending = (*cursor._pending, span)

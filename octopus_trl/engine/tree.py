@@ -43,6 +43,7 @@ class Tree:
         """Begin a node after a boundary; it is held once, for whoever grows it."""
         offset = 0 if parent is None else parent.num_tokens
         node = Node(parent, [], [], position, offset, epoch, mounts, refs=1, growing=True)
+        node.mounting = node if mounts else None if parent is None else parent.mounting
         if parent is not None:
             self.hold(parent)
         for mount in mounts:
@@ -65,7 +66,7 @@ class Tree:
             if node.refs:
                 return
             self.states.release(node)
-            node.hidden, node.growing = None, False
+            node.hidden, node.growing, node.mounting = None, False, None
             mounts, node.mounts = node.mounts, ()
             for mount in mounts:
                 self.drop_mount(mount)
@@ -128,6 +129,10 @@ class Tree:
             mount_refs=node.mount_refs,
             cached_slots=self.pages.slots(head_ranges),
         )
+        head.mounting = node.mounting
+        if node.mounts:
+            # Nodes below still name `node`, whose way up leads to the head.
+            head.mounting = node.mounting = head
         node.parent, node.mounts = head, ()
         node.tokens, node.ranges = node.tokens[count:], tail_ranges
         node.start, node.offset = node.start + count, node.offset + count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octopus_trl.engine.cursor import Cursor, Node, chain, common, slots_of, visible
+from octopus_trl.engine.cursor import Cursor, Node, chain, common, read_edges, slots_of, visible
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.tree import Tree
 
@@ -128,6 +128,8 @@ class World:
         )
         for cursor, model in self.pairs:
             own, mounted = visible(cursor._tail, cursor._pending)
+            edges = [mount for node in reversed(own) for mount in node.mounts]
+            assert list(read_edges(cursor._tail)) == edges
             assert [self.written[slot] for slot in slots_of(own).tolist()] == model.own
             seen = [self.written[slot] for slot in slots_of(mounted).tolist()]
             assert len(seen) == len(set(seen))
