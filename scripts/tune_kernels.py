@@ -154,11 +154,6 @@ def sweep(case: Case) -> Tiling | None:
     ]
     begin = time.perf_counter()
     results = timed(case, x, weights, cuts)
-    if case.early:  # the best with more or less asked for ahead, and letting the next kernel in
-        best = [cut for _, cut in results[:3]]
-        again = [cut._replace(ahead=0) for cut in best] + [cut._replace(ahead=2) for cut in best]
-        again += [cut._replace(soon=True) for cut in best]
-        results = sorted(results + timed(case, x, weights, again))
     print(
         json.dumps(
             {
@@ -228,21 +223,16 @@ class Way(NamedTuple):
 
     Attributes:
         by: "blas", "table", or "ours".
-        ahead: tiles asked for first in ours; None for as many as `_stream.tiling` says.
     """
 
     by: str
     early: bool = False
-    ahead: int | None = None
-    soon: bool = False
     gated: bool = False
 
     def product(self, x: Tensor, weight: Tensor, *, gated: bool = False) -> Tensor:
         """Multiply; gated, with SwiGLU after it or in it."""
         if self.by == "ours":
-            cut = _stream.tiling(len(x), *weight.shape)._replace(soon=self.soon)
-            if self.ahead is not None:
-                cut = cut._replace(ahead=self.ahead)
+            cut = _stream.tiling(len(x), *weight.shape)
             if gated and self.gated:
                 return _stream.multiply(x, weight, cut, gated=True)
             y = _stream.multiply(x, weight, cut)
@@ -256,13 +246,8 @@ WAYS = (
     Way("table"),
     Way("table", early=True),
     Way("ours"),
-    Way("ours", early=True, ahead=0),
     Way("ours", early=True),
-    Way("ours", early=True, soon=True),
-    Way("ours", early=True, ahead=2),
-    Way("ours", early=True, ahead=2, soon=True),
     Way("ours", early=True, gated=True),
-    Way("ours", early=True, soon=True, gated=True),
 )
 
 

@@ -26,9 +26,11 @@ class PassTuning(NamedTuple):
 
 _OFF = PassTuning(early=False, streams=False, gated=False)
 
-# Rows at most -> how; a line serves from above the one before it, the first from 1 row.
+# Rows at most -> how; a line serves from above the one before it, the first from 1 row. A step took
+# 3.76 ms with it and 3.98 without at 8 rows, 4.36 and 4.62 at 16 (2026-12-01,
+# data/bench/kernels.jsonl).
 _TABLE: dict[int, PassTuning] = {
-    16: PassTuning(early=False, streams=False, gated=False),
+    16: PassTuning(early=True, streams=True, gated=True),
 }
 
 

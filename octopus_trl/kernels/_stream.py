@@ -6,10 +6,10 @@ choice of kernels in a BLAS library does not promise. Of the programs that share
 to arrive adds the parts in their order: one launch, and the same bits each time.
 
 All programs should be resident at once: each then streams its share of the weights at its own pace
-and none waits for a place. In an early launch a program asks for its first weights, which no kernel
-of a pass writes, before it waits for the rows: they are on their way while the kernel before still
-runs. They are added last, in every launch, so that nothing waits for them and the order of a sum
-does not depend on how it was launched.
+and none waits for a place. In an early launch the programs take their places while the kernel
+before still runs. What more an early launch could do was slower on an H200 or no faster
+(data/bench/kernels.jsonl): to ask for the first weights before the wait, and to let the next kernel
+in before this one has read its weights.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ class Tiling(NamedTuple):
         outputs, depth: rows and columns of a tile of the matrix, powers of two.
         parts: programs that share the depth of one output.
         warps, stages: of a program; stages is the number of tiles in flight.
-        ahead: tiles of a part that are added last; an early launch asks for them before it waits.
-        soon: an early launch lets the next kernel take its places as soon as it has its inputs,
-            otherwise when it has read its weights.
     """
 
     outputs: int
@@ -48,8 +45,6 @@ class Tiling(NamedTuple):
     parts: int
     warps: int
     stages: int
-    ahead: int = 1
-    soon: bool = False
 
 
 def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
@@ -63,8 +58,8 @@ def tiling(rows: int, num_outputs: int, dim: int) -> Tiling:
     ):
         parts *= 2
     if rows <= 32:
-        return Tiling(64, 128, parts, warps=4, stages=3, ahead=1)
-    return Tiling(128, 64, parts, warps=8, stages=4, ahead=2)
+        return Tiling(64, 128, parts, warps=4, stages=3)
+    return Tiling(128, 64, parts, warps=8, stages=4)
 
 
 _PROGRAMS = 150  # a little more than one for each multiprocessor of an H200
@@ -75,8 +70,7 @@ def multiply(x: Tensor, weight: Tensor, cut: Tiling, *, gated: bool = False) -> 
     """Launch ``x W^T`` with a given tiling, or SwiGLU of it.
 
     Args:
-        x: [R, d], R at most `MAX_ROWS`; weight: [N, d]; rows of any stride. The weights must not
-            come from the launch just before this one.
+        x: [R, d], R at most `MAX_ROWS`; weight: [N, d]; rows of any stride.
         gated: gate the upper half of the outputs by the lower half, as ``gates.swiglu`` does of
             their rounded values; a tiling of one part.
 
@@ -122,10 +116,6 @@ def launch(
         "PARTS": cut.parts,
         "EVEN": dim % cut.depth == 0,
         "GATED": gated,
-        "AHEAD": cut.ahead,
-        # Tiles of more rows would leave too few registers for two programs on a multiprocessor.
-        "HOLD": when["EARLY"] and rows <= 32,
-        "SOON": cut.soon,
         **when,
         "num_warps": cut.warps,
         "num_stages": cut.stages,
@@ -162,9 +152,6 @@ def _skinny_linear(
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     GATED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HOLD: tl.constexpr,
-    SOON: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
@@ -187,38 +174,15 @@ def _skinny_linear(
     share = tl.cdiv(steps, PARTS)
     first = part * share
     count = tl.maximum(tl.minimum(share, steps - first), 0)
-    held: tl.tensor = ()
-    beside: tl.tensor = ()
-    if HOLD:
-        for index in tl.static_range(AHEAD):
-            at = tl.minimum(first + index, steps - 1) * DEPTH
-            held = held + (_tile(matrix + at, real, (at + depth < dim)[None, :], EVEN),)
     await_inputs(EARLY)
-    if SOON:
-        release_next(EARLY)
-    if HOLD:
-        for index in tl.static_range(AHEAD):
-            at = tl.minimum(first + index, steps - 1) * DEPTH
-            beside = beside + (_tile(inputs + at, given, (at + depth < dim)[:, None], EVEN),)
     sums = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    # The first tiles come last, held or not, so that both give the same bits.
-    ahead = tl.minimum(AHEAD, count)
-    for index in tl.range(ahead, count if HOLD else count + ahead):
-        at = (first + tl.where(index < count, index, index - count)) * DEPTH
+    for index in tl.range(count):
+        at = (first + index) * DEPTH
         w = _tile(matrix + at, real, (at + depth < dim)[None, :], EVEN)
         columns = _tile(inputs + at, given, (at + depth < dim)[:, None], EVEN)
         sums = tl.dot(w, columns, sums, input_precision="ieee")
-    if not SOON:
-        # Not before: the next kernel's programs would take room and bandwidth from this one's.
-        release_next(EARLY)
-    if HOLD:
-        for index in tl.static_range(AHEAD):
-            # A choice made here keeps them in registers until here: the compiler moves what goes
-            # straight to a product into shared memory at once, and waits for it there.
-            mine = index < count
-            w = tl.where(mine, held[index], 0.0)
-            columns = tl.where(mine, beside[index], 0.0)
-            sums = tl.dot(w, columns, sums, input_precision="ieee")
+    # Not before: the next kernel's programs would take room and bandwidth from this one's.
+    release_next(EARLY)
     if GATED:
         gate, up = tl.split(tl.trans(tl.reshape(sums, [OUTPUTS // 2, 2, ROWS]), 0, 2, 1))
         column = tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)

@@ -48,7 +48,7 @@ def early(device: torch.device, rows: int) -> dict[str, bool]:
     # early ones. One of them starts when all before it is done: every program of an early kernel
     # waits for its predecessor, so that the end of one is the end of all before it. An early one
     # after it starts when its programs have ended, and waits for their writes. What is read before
-    # a wait (weights, the rows' state slots) was written before such a kernel: the embedding, or
+    # a wait (the rows' state slots) was written before such a kernel: the embedding, or
     # the choice of rows for the head.
     on = _is_early(device.type, os.environ.get("OCTOPUS_EARLY_LAUNCH"), rows)
     return {"EARLY": on, "launch_pdl": on}

@@ -20,7 +20,7 @@ def skinny_linear(x: Tensor, *, weight: Tensor) -> Tensor:
 
     Args:
         x: [R, d], rows of any stride.
-        weight: [N, d], rows of any stride; not what the launch just before this one wrote.
+        weight: [N, d], rows of any stride.
 
     Returns:
         [R, N] in the dtype of x. Calls on one device must follow one another (they share counters),
@@ -35,7 +35,7 @@ def gated_linear(x: Tensor, *, weight: Tensor) -> Tensor:
 
     Args:
         x: [R, d], rows of any stride.
-        weight: [2 F, d], rows of any stride; not what the launch just before this one wrote.
+        weight: [2 F, d], rows of any stride.
 
     Returns:
         [R, F] in the dtype of x; one launch where `_pass_tuning` has it so, else two, and the same
