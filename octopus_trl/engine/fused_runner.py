@@ -71,15 +71,18 @@ class FusedPasses:
             self.model,
             self.device,
             shape,
+            counters,
             max_rows=prefill_chunk,
             num_slots=num_slots,
             both=both,
+            capture=capture,
         )
 
     def refresh(self, *, force: bool = False) -> None:
         """See what changed in the weights or in the pools' addresses."""
         if self.model.refresh(force=force):
             self.steps.check()
+            self.prefill.check()
 
     def forget(self) -> None:
         """Trust nothing of what was sent: a pass failed, or the pools are new."""
@@ -88,6 +91,7 @@ class FusedPasses:
     def sleep(self) -> None:
         """Free what `refresh` makes again."""
         self.model.release()
+        self.prefill.release()
         self.forget()
 
 

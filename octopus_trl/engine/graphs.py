@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octopus_trl.engine.captures import Captures
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.row_work import StepWork
 from octopus_trl.engine.sampler import uniforms
@@ -102,8 +103,7 @@ class DecodeSteps:
         self._arrays: dict[tuple[int, int], dict[str, Array]] = {}
         self._hosts: list[Tensor] = []
         self._graphs: dict[tuple[str, int, bool], Any] = {}
-        self._pool: Any = None
-        self._side: Any = None
+        self._captures = Captures(memory.device)
         self._signature: tuple[int, ...] = ()
         self._tables: Any = None
 
@@ -115,7 +115,7 @@ class DecodeSteps:
         """Forget captured steps that read addresses of before."""
         signature, self._tables = self._fused.signature(), self._fused.tables
         if signature != self._signature:
-            self._graphs.clear()
+            self.release()
             self._signature = signature
 
     def enter(self, rows: Sequence[StepRow]) -> None:
@@ -173,7 +173,8 @@ class DecodeSteps:
     def release(self) -> None:
         """Drop the captured steps and their memory."""
         self._graphs.clear()
-        self._pool, self._signature = None, ()
+        self._captures.release()  # a pool whose graphs are all gone cannot be captured into again
+        self._signature = ()
 
     def _begin(
         self, rows: Sequence[StepRow], indices: Sequence[int], width: int
@@ -238,24 +239,9 @@ class DecodeSteps:
 
     def _captured(self, run: Callable[[], None], width: int) -> Any:
         """Capture a step; it runs once before, on padding rows alone, so that kernels compile."""
-        current = torch.cuda.current_stream(self.hidden.device)
-        if self._side is None:  # one for all: a BLAS library keeps a workspace for each stream
-            self._side = torch.cuda.Stream(self.hidden.device)
-        side = self._side
         self._pad(width)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            run()
-        current.wait_stream(side)
-        torch.cuda.synchronize(self.hidden.device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-        ):
-            run()
-        return graph
+        self._captures.rehearse(run)
+        return self._captures.capture(run)
 
     def _pad(self, width: int) -> None:
         """Make every row of a width padding, on the device alone."""

@@ -31,8 +31,10 @@ def causal_conv(
     """Convolve every run causally and apply SiLU, as ``maths.conv.causal_conv``.
 
     Args:
-        x: [T, C]; weight: [C, W]; bias: [C] or None; tail: [R, C, W - 1], gets a gradient.
-        cu_seqlens: [R + 1] int64 run boundaries; a run may be empty.
+        x: [T, C], rows of any stride; weight: [C, W]; bias: [C] or None; tail: [R, C, W - 1], gets
+            a gradient.
+        cu_seqlens: [R + 1] int64 run boundaries; a run may be empty, and rows past the last run
+            belong to none: y is left unwritten there.
 
     Returns:
         y [T, C] and the new tail [R, C, W - 1], in the dtypes of x and tail; sums in float32.

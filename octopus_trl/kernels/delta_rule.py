@@ -40,7 +40,7 @@ def gated_delta_rule(
         g, beta: [T, HV] logarithm of the decay, and write strength.
         initial_state: [R, HV, K, V], gets a gradient.
         cu_seqlens: [R + 1] int64; chunk indices are made once per tensor object, so the layers of a
-            pass should share it.
+            pass should share it. Rows past the last run belong to none: o is left unwritten there.
         form: "recurrent" has no gradient here and serves short runs.
 
     Returns:

@@ -35,7 +35,7 @@ def causal_conv(
         bias: [C] or None.
         tail: [R, C, W - 1] the inputs before each run, oldest first; zeros start a root.
         cu_seqlens: [R + 1] int64, run r owns rows ``cu_seqlens[r]:cu_seqlens[r + 1]``; a run may be
-            empty.
+            empty, and rows past the last run belong to none: y is of no use there.
 
     Returns:
         y [T, C] in the dtype of x (computed in float32, or float64 when x is float64), and the new

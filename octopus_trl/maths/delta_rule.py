@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octopus_trl.maths.chunks import Schedule, schedule
@@ -43,7 +44,8 @@ def gated_delta_rule(
         g: [T, HV] natural logarithm of the decay, at most 0.
         beta: [T, HV] write strength in [0, 1].
         initial_state: [R, HV, K, V]; zeros start a root.
-        cu_seqlens: [R + 1] int64 run boundaries; an empty run returns its initial state.
+        cu_seqlens: [R + 1] int64 run boundaries; an empty run returns its initial state, and rows
+            past the last run belong to none: o is of no use there.
         form: "chunk" works on `CHUNK` rows at once, "recurrent" on one; results differ by rounding
             alone.
 
@@ -58,6 +60,19 @@ def gated_delta_rule(
     if v.shape[0] == 0:
         return v, state
     lengths = cu_seqlens.diff().tolist()
+    num_rows = sum(lengths)
+    if num_rows < v.shape[0]:
+        o, state = gated_delta_rule(
+            q[:num_rows],
+            k=k[:num_rows],
+            v=v[:num_rows],
+            g=g[:num_rows],
+            beta=beta[:num_rows],
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            form=form,
+        )
+        return F.pad(o, (0, 0, 0, 0, 0, v.shape[0] - num_rows)), state
     unit_q = _unit(q.to(dtype)) * q.shape[-1] ** -0.5
     unit_k = _unit(k.to(dtype))
     scan = _chunk_scan if form == "chunk" else _recurrent_scan

@@ -21,6 +21,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM, Qwe
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.kernels import select
+from octopus_trl.kernels._chunks import keep_chunk_indices
 from octopus_trl.models.paged import PagedMemory
 from octopus_trl.models.patch import spec_of, unwrap
 from octopus_trl.models.projections import Projections, plain_linear
@@ -52,7 +53,10 @@ class TokenRows:
         work, tree_work: what each row sees, in layers of the mount set and in the others.
         read_states, write_states: [R], or [runs], state slot read first, and written; 0 is the zero
             state, and a run that writes to it writes nothing.
-        cu_seqlens: [runs + 1] int64 for a prefill of whole runs; None where each row is a run.
+        cu_seqlens: [runs + 1] int64 for a prefill of whole runs, where rows past the last run are
+            padding; None where each row is a run.
+        chunks: [N, 2] int64, `kernels._chunks.chunk_table` of it, an object of its own in every
+            pass as `cu_seqlens` is; None lets recurrent layers ask the device.
     """
 
     tokens: Tensor
@@ -63,6 +67,7 @@ class TokenRows:
     read_states: Tensor
     write_states: Tensor
     cu_seqlens: Tensor | None = None
+    chunks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,8 @@ class FusedModel:
             return self._run(rows)
 
     def _run(self, rows: TokenRows) -> Hidden:
+        if rows.cu_seqlens is not None and rows.chunks is not None:
+            keep_chunk_indices(rows.cu_seqlens, rows.chunks)
         norm = self._ops["rms_norm"]
         stream: Tensor | None = None
         x = F.embedding(rows.tokens, self._embedding)
@@ -336,7 +343,7 @@ class FusedModel:
             )
             return block.project_out(out)
         conv, tail = self._ops["causal_conv"](
-            mixed.contiguous(),
+            mixed,
             weight=weight,
             bias=bias,
             tail=tails.index_select(0, rows.read_states),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from octopus_trl.kernels._chunks import chunk_table, keep_chunk_indices, most_chunks
 from octopus_trl.kernels.conv import causal_conv
 from octopus_trl.maths import conv as maths
 
@@ -72,3 +73,30 @@ def test_a_run_cut_anywhere_continues() -> None:
             parts.append(out)
         assert torch.equal(torch.cat(parts), whole)
         assert torch.equal(carried, tail)
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [64, 1], [5, 0, 65]], ids=str)
+def test_padded_to_a_size_a_run_keeps_its_bits_whatever_stride_the_rows_have(
+    lengths: list[int],
+) -> None:
+    """Rows of no run hold NaN, and further chunks lie past the end, as in a captured pass."""
+    inputs, _ = make(torch.bfloat16)
+    num, runs = sum(lengths), len(lengths)
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    more = torch.cat([bounds, bounds[-1:].expand(4)])
+    x, tail = inputs.pop("x")[:num], inputs.pop("tail")[:runs]
+    wide = x.new_full((128, CHANNELS + 64), float("nan"))
+    wide[:num, :CHANNELS] = x
+    table = chunk_table(more.cpu().numpy(), most_chunks(128, runs + 4))
+    keep_chunk_indices(more, torch.from_numpy(table).cuda())
+    with torch.no_grad():
+        want, want_tail = causal_conv(x, **inputs, tail=tail, cu_seqlens=bounds)
+        found, found_tail = causal_conv(
+            wide[:, :CHANNELS],
+            **inputs,
+            tail=torch.cat([tail, tail.new_zeros(4, *tail.shape[1:])]),
+            cu_seqlens=more,
+        )
+    assert torch.equal(found[:num], want)
+    assert torch.equal(found_tail[:runs], want_tail)
+    assert not found_tail[runs:].any()

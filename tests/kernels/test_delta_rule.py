@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octopus_trl.kernels._chunks import chunk_table, keep_chunk_indices, most_chunks
 from octopus_trl.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from octopus_trl.maths import delta_rule as maths
 
@@ -86,3 +87,27 @@ def test_a_step_equals_the_reference_and_does_not_depend_on_its_batch() -> None:
         part, part_state = gated_delta_step(**{n: x[5:9] for n, x in inputs.items()})
     assert torch.equal(part, o[5:9])
     assert torch.equal(part_state, state[5:9])
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [64, 1], [5, 0, 65]], ids=str)
+def test_padded_to_a_size_a_run_keeps_its_bits_and_an_empty_run_its_state(
+    lengths: list[int],
+) -> None:
+    """Rows of no run hold NaN, and further chunks lie past the end, as in a captured pass."""
+    inputs, bounds = make(lengths)
+    rows, num, runs = 128, sum(lengths), len(lengths)
+    more = torch.cat([bounds, bounds[-1:].expand(4)])
+    padded = {
+        name: torch.cat([value, value.new_full((rows - num, *value.shape[1:]), float("nan"))])
+        for name, value in inputs.items()
+    }
+    state = inputs["initial_state"]
+    padded["initial_state"] = torch.cat([state, state.new_zeros(4, *state.shape[1:])])
+    table = chunk_table(more.cpu().numpy(), most_chunks(rows, runs + 4))
+    keep_chunk_indices(more, torch.from_numpy(table).cuda())
+    with torch.no_grad():
+        want, want_state = gated_delta_rule(**inputs, cu_seqlens=bounds)
+        found, found_state = gated_delta_rule(**padded, cu_seqlens=more)
+    assert torch.equal(found[:num], want)
+    assert torch.equal(found_state[:runs], want_state)
+    assert not found_state[runs:].any()

@@ -132,3 +132,17 @@ def test_no_rows_leave_the_tail() -> None:
 
 def _without_x(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in inputs.items() if name != "x"}
+
+
+def test_rows_past_the_last_run_and_runs_past_the_last_row_change_nothing() -> None:
+    inputs, bounds = make([1, 0, 65, 2], 4)
+    rows, runs = int(bounds[-1]), len(bounds) - 1
+    want, want_tail = causal_conv(**inputs, cu_seqlens=bounds)
+    padded = dict(inputs)
+    padded["x"] = torch.cat([inputs["x"], torch.full((9, CHANNELS), float("nan")).double()])
+    padded["tail"] = torch.cat([inputs["tail"], torch.zeros(3, CHANNELS, 3).double()])
+    more = torch.cat([bounds, bounds[-1:].expand(3)])
+    found, found_tail = causal_conv(**padded, cu_seqlens=more)
+    assert torch.equal(found[:rows], want)
+    assert torch.equal(found_tail[:runs], want_tail)
+    assert not found_tail[runs:].any()

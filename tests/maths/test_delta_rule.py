@@ -204,3 +204,30 @@ def test_no_rows_return_the_initial_states() -> None:
     o, state = gated_delta_rule(**inputs, cu_seqlens=cu_seqlens)
     assert o.shape == (0, 6, 3)
     assert torch.equal(state, inputs["initial_state"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lengths", [[1], [65, 0, 7], [0, 0]], ids=str)
+def test_rows_past_the_last_run_and_runs_past_the_last_row_change_nothing(
+    form: Form, lengths: list[int]
+) -> None:
+    inputs, bounds = make(lengths)
+    want, want_state = gated_delta_rule(**inputs, cu_seqlens=bounds, form=form)
+    rows = sum(lengths)
+    padded = {
+        name: torch.cat(
+            [value, torch.full_like(value[:1], float("nan")).expand(9, *value.shape[1:])]
+        )
+        if rows
+        else torch.full((9, *value.shape[1:]), float("nan"), dtype=value.dtype)
+        for name, value in inputs.items()
+    }
+    state = inputs["initial_state"]
+    padded["initial_state"] = torch.cat(
+        [state, torch.zeros_like(state[:1]).expand(3, *state.shape[1:])]
+    )
+    more = torch.cat([bounds, bounds[-1:].expand(3)])
+    found, found_state = gated_delta_rule(**padded, cu_seqlens=more, form=form)
+    assert torch.equal(found[:rows], want)
+    assert torch.equal(found_state[: len(lengths)], want_state)
+    assert not found_state[len(lengths) :].any()

@@ -1,0 +1,54 @@
+"""Work captured as CUDA graphs: on one stream of a device, into one pool of memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Captures:
+    """Captures work over buffers that stay where they are, to be replayed.
+
+    Graphs share the memory of what they compute in between, so no result may stay in it, and they
+    run one after another.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._pool: Any = None
+
+    def rehearse(self, run: Callable[[], object]) -> None:
+        """Run work once, so that kernels compile and libraries take their memory."""
+        current, side = torch.cuda.current_stream(self._place), _side_stream(self._place)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            run()
+        current.wait_stream(side)
+
+    def capture(self, run: Callable[[], object]) -> Any:
+        """Give the graph of work that has run before with the same shapes; it does not run now."""
+        torch.cuda.synchronize(self._place)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=_side_stream(self._place),
+            capture_error_mode="thread_local",
+        ):
+            run()
+        return graph
+
+    def release(self) -> None:
+        """Let go of the pool; its memory is free when the last graph is."""
+        self._pool = None
+
+
+@functools.cache
+def _side_stream(place: torch.device) -> torch.cuda.Stream:
+    """One for all captures: a BLAS library keeps a workspace for each stream."""
+    return torch.cuda.Stream(place)
