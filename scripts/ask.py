@@ -26,25 +26,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
-from transformers import AutoTokenizer
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl import Engine, EpisodeRunner, Trace
-from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.errors import ConfigError
-from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
-from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
-from octopus_trl.eval.seal_join_backend import asked_row, is_world
-from octopus_trl.report.ending import ending
-from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
-from octopus_trl.trace_files import write_traces
-from octopus_trl.train.startup import (
-    hush_libraries,
-    load_policy,
-    load_pretrained,
-    make_output_folder,
-)
+with importing():
+    from rich.console import Console
+    from rich.live import Live
+    from transformers import AutoTokenizer
+
+    from octopus_trl import Engine, EpisodeRunner, Trace
+    from octopus_trl.agent.config import RolloutConfig
+    from octopus_trl.errors import ConfigError
+    from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
+    from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
+    from octopus_trl.eval.seal_join_backend import asked_row, is_world
+    from octopus_trl.report.growing import GrowingTree, Tail, reason_of, tame
+    from octopus_trl.trace_files import write_traces
+    from octopus_trl.train.startup import (
+        hush_libraries,
+        load_policy,
+        load_pretrained,
+        make_output_folder,
+    )
 
 # A policy that was never trained commits nothing: these end its episode.
 BOUNDS = {"max_threads": 16, "max_turns": 24, "max_new_tokens": 1024}

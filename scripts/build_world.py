@@ -12,13 +12,15 @@ import dataclasses
 import json
 from pathlib import Path
 
-from octopus_trl.agent.corpus import CORPUS_FILE
-from octopus_trl.errors import ConfigError
-from octopus_trl.eval.seal_join import FULL, World, WorldConfig
-from octopus_trl.eval.seal_join_backend import is_world
-from octopus_trl.eval.seal_join_studio import make_shards
-from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
-from octopus_trl.report.ending import ending
+from octopus_trl.report.ending import ending, importing
+
+with importing():
+    from octopus_trl.agent.corpus import CORPUS_FILE
+    from octopus_trl.errors import ConfigError
+    from octopus_trl.eval.seal_join import FULL, World, WorldConfig
+    from octopus_trl.eval.seal_join_backend import is_world
+    from octopus_trl.eval.seal_join_studio import make_shards
+    from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 
 
 def main() -> None:

@@ -16,13 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.tree import Tree
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl.report.ending import ending
-from octopus_trl.trace import Trace
-from octopus_trl.train.records import read_generations
+with importing():
+    from rich.console import Console
+    from rich.table import Table
+    from rich.tree import Tree
+
+    from octopus_trl.trace import Trace
+    from octopus_trl.train.records import read_generations
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/tiny-hybrid/grpo/config_cpu.yaml"

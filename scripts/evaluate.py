@@ -27,31 +27,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl import Engine, EpisodeRunner
-from octopus_trl.agent.config import RolloutConfig
-from octopus_trl.agent.corpus import read_questions
-from octopus_trl.errors import ConfigError
-from octopus_trl.eval.benchmarks.benchmark import fingerprint_of
-from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
-from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
-from octopus_trl.eval.grader import AnswerReward
-from octopus_trl.eval.judge_choice import JudgeSettings
-from octopus_trl.eval.paired import compare
-from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
-from octopus_trl.eval.records import read_records
-from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
-from octopus_trl.eval.seal_join import ARMS, SPLITS
-from octopus_trl.eval.seal_join_backend import is_world, load_world
-from octopus_trl.report.ending import ending
-from octopus_trl.report.progress import StageBars
-from octopus_trl.train.startup import (
-    hush_libraries,
-    load_policy,
-    load_pretrained,
-    make_output_folder,
-)
+with importing():
+    from transformers import AutoTokenizer
+
+    from octopus_trl import Engine, EpisodeRunner
+    from octopus_trl.agent.config import RolloutConfig
+    from octopus_trl.agent.corpus import read_questions
+    from octopus_trl.errors import ConfigError
+    from octopus_trl.eval.benchmarks.benchmark import fingerprint_of
+    from octopus_trl.eval.benchmarks.choice import BENCHMARKS, load_benchmark, read_options
+    from octopus_trl.eval.corpus_settings import add_corpus_flags, open_corpus
+    from octopus_trl.eval.grader import AnswerReward
+    from octopus_trl.eval.judge_choice import JudgeSettings
+    from octopus_trl.eval.paired import compare
+    from octopus_trl.eval.policy_settings import add_rollout_flags, given_settings, rollout_settings
+    from octopus_trl.eval.records import read_records
+    from octopus_trl.eval.run import UNSETTLED, Evaluation, RecordingTools
+    from octopus_trl.eval.seal_join import ARMS, SPLITS
+    from octopus_trl.eval.seal_join_backend import is_world, load_world
+    from octopus_trl.report.progress import StageBars
+    from octopus_trl.train.startup import (
+        hush_libraries,
+        load_policy,
+        load_pretrained,
+        make_output_folder,
+    )
 
 SALT_SEED = 9_000_000  # far from the visits that training counts up from 0
 # What a result does not depend on: the corpus has a fingerprint, wherever it is served from.

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl.report.ending import ending
-from octopus_trl.train.export import export_merged
-from octopus_trl.train.startup import hush_libraries, load_pretrained, make_output_folder
+with importing():
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from octopus_trl.train.export import export_merged
+    from octopus_trl.train.startup import hush_libraries, load_pretrained, make_output_folder
 
 
 def main() -> None:

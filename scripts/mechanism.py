@@ -24,37 +24,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoTokenizer
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl import score_traces
-from octopus_trl.agent.chat import Chat
-from octopus_trl.agent.tools import offered
-from octopus_trl.errors import ConfigError
-from octopus_trl.eval.crossings import crossings_of
-from octopus_trl.eval.errands import errand_probes
-from octopus_trl.eval.extra_kv import KvSize, extra_kv, extra_tokens
-from octopus_trl.eval.hijacking import hijack_share, judge_with
-from octopus_trl.eval.intervals import mean, ratio, share, share_by_example
-from octopus_trl.eval.judge_models import ServerModel
-from octopus_trl.eval.mechanism import Scored, as_json, figures_of, score_probes
-from octopus_trl.eval.mount_kl import mount_kl
-from octopus_trl.eval.probes import Probe, read_probes, station_probes
-from octopus_trl.eval.readings import READINGS, check_readings
-from octopus_trl.eval.seal_join_backend import load_world
-from octopus_trl.eval.seal_probes import seal_probes
-from octopus_trl.eval.systems_page import load_lines, page
-from octopus_trl.eval.trace_statistics import count_mounts
-from octopus_trl.models import spec_of
-from octopus_trl.models.packed import MountMode
-from octopus_trl.report.ending import ending
-from octopus_trl.trace import Trace
-from octopus_trl.trace_files import read_traces
-from octopus_trl.train.choices import score_last
-from octopus_trl.train.measured import circumstances, load_measured
-from octopus_trl.train.startup import hush_libraries, load_pretrained
+with importing():
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import AutoTokenizer
+
+    from octopus_trl import score_traces
+    from octopus_trl.agent.chat import Chat
+    from octopus_trl.agent.tools import offered
+    from octopus_trl.errors import ConfigError
+    from octopus_trl.eval.crossings import crossings_of
+    from octopus_trl.eval.errands import errand_probes
+    from octopus_trl.eval.extra_kv import KvSize, extra_kv, extra_tokens
+    from octopus_trl.eval.hijacking import hijack_share, judge_with
+    from octopus_trl.eval.intervals import mean, ratio, share, share_by_example
+    from octopus_trl.eval.judge_models import ServerModel
+    from octopus_trl.eval.mechanism import Scored, as_json, figures_of, score_probes
+    from octopus_trl.eval.mount_kl import mount_kl
+    from octopus_trl.eval.probes import Probe, read_probes, station_probes
+    from octopus_trl.eval.readings import READINGS, check_readings
+    from octopus_trl.eval.seal_join_backend import load_world
+    from octopus_trl.eval.seal_probes import seal_probes
+    from octopus_trl.eval.systems_page import load_lines, page
+    from octopus_trl.eval.trace_statistics import count_mounts
+    from octopus_trl.models import spec_of
+    from octopus_trl.models.packed import MountMode
+    from octopus_trl.trace import Trace
+    from octopus_trl.trace_files import read_traces
+    from octopus_trl.train.choices import score_last
+    from octopus_trl.train.measured import circumstances, load_measured
+    from octopus_trl.train.startup import hush_libraries, load_pretrained
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "systems.md"

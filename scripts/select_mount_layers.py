@@ -23,32 +23,34 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl import prepare_model
-from octopus_trl.errors import ConfigError
-from octopus_trl.eval.layer_scores import LayerScores
-from octopus_trl.eval.mount_layers import (
-    METHODS,
-    AnswerNll,
-    LayerStudy,
-    Restored,
-    check_growth,
-    grow,
-    mean,
-    most_passes,
-)
-from octopus_trl.eval.probes import Probe, read_probes, station_probes
-from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
-from octopus_trl.files import write_whole
-from octopus_trl.models import spec_of
-from octopus_trl.report.ending import ending
-from octopus_trl.report.progress import StageBars
-from octopus_trl.trace import Trace
-from octopus_trl.train.choices import score_last
-from octopus_trl.train.measured import circumstances, load_measured, read_layers
-from octopus_trl.train.startup import hush_libraries
+with importing():
+    from rich.console import Console
+    from rich.table import Table
+
+    from octopus_trl import prepare_model
+    from octopus_trl.errors import ConfigError
+    from octopus_trl.eval.layer_scores import LayerScores
+    from octopus_trl.eval.mount_layers import (
+        METHODS,
+        AnswerNll,
+        LayerStudy,
+        Restored,
+        check_growth,
+        grow,
+        mean,
+        most_passes,
+    )
+    from octopus_trl.eval.probes import Probe, read_probes, station_probes
+    from octopus_trl.eval.recipe_line import check_recipe, mount_line, write_mount_layers
+    from octopus_trl.files import write_whole
+    from octopus_trl.models import spec_of
+    from octopus_trl.report.progress import StageBars
+    from octopus_trl.trace import Trace
+    from octopus_trl.train.choices import score_last
+    from octopus_trl.train.measured import circumstances, load_measured, read_layers
+    from octopus_trl.train.startup import hush_libraries
 
 READINGS = ("mount", "unshifted", "rerotate", "reencode")
 _STAGE = "layer sets, at most"

@@ -10,29 +10,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from octopus_trl.report.ending import ending, importing
 
-from octopus_trl import prepare_model
-from octopus_trl.eval.seal_join_backend import load_world
-from octopus_trl.eval.seal_join_mixture import SealJoinMixture
-from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
-from octopus_trl.models.decay import initialise_decay
-from octopus_trl.report.ending import ending
-from octopus_trl.train.checkpoint import resolve
-from octopus_trl.train.sft import (
-    OctopusSFTConfig,
-    OctopusSFTTrainer,
-    RowDataset,
-)
-from octopus_trl.train.startup import (
-    check_report_to,
-    hush_libraries,
-    load_pretrained,
-    make_output_folder,
-    read_arguments,
-    read_json,
-)
+with importing():
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    from octopus_trl import prepare_model
+    from octopus_trl.eval.seal_join_backend import load_world
+    from octopus_trl.eval.seal_join_mixture import SealJoinMixture
+    from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
+    from octopus_trl.models.decay import initialise_decay
+    from octopus_trl.train.checkpoint import resolve
+    from octopus_trl.train.sft import (
+        OctopusSFTConfig,
+        OctopusSFTTrainer,
+        RowDataset,
+    )
+    from octopus_trl.train.startup import (
+        check_report_to,
+        hush_libraries,
+        load_pretrained,
+        make_output_folder,
+        read_arguments,
+        read_json,
+    )
 
 
 @dataclass

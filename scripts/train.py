@@ -17,33 +17,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import ModelConfig, get_peft_config
+from octopus_trl.report.ending import importing, until_unread
 
-from octopus_trl.agent.backend_choice import open_backend
-from octopus_trl.agent.corpus import read_questions
-from octopus_trl.agent.search import token_ends
-from octopus_trl.errors import ConfigError, OctopusError, RankFailed
-from octopus_trl.eval.judge_choice import JudgeSettings, reward_functions
-from octopus_trl.eval.seal_join_backend import is_world, load_world
-from octopus_trl.report.ending import until_unread
-from octopus_trl.train.checkpoint import last_checkpoint
-from octopus_trl.train.config import OctopusGRPOConfig
-from octopus_trl.train.interrupt import StopGracefully
-from octopus_trl.train.plan_report import PlanArguments, make_report, recipe_of, wants_plan
-from octopus_trl.train.progress import ShowProgress
-from octopus_trl.train.ranks import EXIT_CODE as RANK_FAILED
-from octopus_trl.train.startup import (
-    check_report_to,
-    hush_libraries,
-    load_pretrained,
-    make_output_folder,
-    read_arguments,
-)
-from octopus_trl.train.trainer import OctopusGRPOTrainer
-from octopus_trl.train.weights import say
+with importing():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.trainer_callback import PrinterCallback, ProgressCallback
+    from trl import ModelConfig, get_peft_config
+
+    from octopus_trl.agent.backend_choice import open_backend
+    from octopus_trl.agent.corpus import read_questions
+    from octopus_trl.agent.search import token_ends
+    from octopus_trl.errors import ConfigError, OctopusError, RankFailed
+    from octopus_trl.eval.judge_choice import JudgeSettings, reward_functions
+    from octopus_trl.eval.seal_join_backend import is_world, load_world
+    from octopus_trl.train.checkpoint import last_checkpoint
+    from octopus_trl.train.config import OctopusGRPOConfig
+    from octopus_trl.train.interrupt import StopGracefully
+    from octopus_trl.train.plan_report import PlanArguments, make_report, recipe_of, wants_plan
+    from octopus_trl.train.progress import ShowProgress
+    from octopus_trl.train.ranks import EXIT_CODE as RANK_FAILED
+    from octopus_trl.train.startup import (
+        check_report_to,
+        hush_libraries,
+        load_pretrained,
+        make_output_folder,
+        read_arguments,
+    )
+    from octopus_trl.train.trainer import OctopusGRPOTrainer
+    from octopus_trl.train.weights import say
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start it again
 

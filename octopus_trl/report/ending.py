@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn
 
 from octopus_trl.errors import OctopusError
@@ -36,6 +39,31 @@ def ending(*, disk: str | None = None, stopped: str | None = None) -> Iterator[N
         _end(1, f"error: {error}; {disk}")
     except KeyboardInterrupt:
         _end(130, None if stopped is None else f"stopped; {stopped}")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import what takes seconds; Ctrl-C meanwhile is one line and code 130.
+
+    The process ends where it stands: an exception would have to pass through the start of
+    libraries, and some abort on one.
+    """
+    held = signal.getsignal(signal.SIGINT)
+    alone = threading.current_thread() is threading.main_thread()
+    if not alone or held is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, held)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    with suppress(OSError):  # stderr may be closed
+        os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 @contextmanager

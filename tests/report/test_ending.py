@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from octopus_trl.errors import ConfigError, ServiceDown
-from octopus_trl.report.ending import ending
+from octopus_trl.report.ending import ending, importing
 from octopus_trl.trace_files import write_traces
 from tests.tiny import random_trace
 
@@ -136,3 +137,48 @@ def test_a_full_disk_under_a_table_is_one_line(tmp_path: Path) -> None:
 def test_every_script_ends_so_or_says_why_not() -> None:
     without = {path.stem for path in SCRIPTS.glob("*.py") if "with ending(" not in path.read_text()}
     assert without == OWN_ENDING
+
+
+HEAVY = sorted(path.stem for path in SCRIPTS.glob("*.py") if "importing():" in path.read_text())
+# A library that is interrupted in the middle of its own import, and would abort on an exception.
+SLOW_LIBRARY = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("script", HEAVY)
+def test_an_interrupt_while_libraries_are_imported_is_one_line(script: str, tmp_path: Path) -> None:
+    for library in ("numpy", "rich", "torch", "transformers", "peft"):
+        (tmp_path / f"{library}.py").write_text(SLOW_LIBRARY)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / f"{script}.py")],
+        capture_output=True,
+        check=False,
+        cwd=SCRIPTS.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"interrupted\n")
+
+
+def test_scripts_that_import_for_seconds_hold_interrupts_back_meanwhile() -> None:
+    heavy = {
+        path.stem
+        for path in SCRIPTS.glob("*.py")
+        if any(f"\n{word} transformers" in path.read_text() for word in ("from", "import"))
+    }
+    assert not heavy, "import transformers under `with importing()`"
+    assert {"train", "sft", "evaluate", "ask", "demo"} <= set(HEAVY)
+
+
+def test_an_interrupt_after_imports_is_an_exception_again() -> None:
+    held = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with importing():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, held)
