@@ -3,6 +3,7 @@
 #   make test     the tests that a CPU can run          make test-slow   the long ones too
 #   make test-gpu those that need CUDA, kernels on      make bench       speed, one JSON line a figure
 #   make style    lint, format check, types             make format      rewrite what can be
+#   make setup    the environment alone                 make clean       away with it
 # PYTHON=python3.12 picks the interpreter, VENV=dir the environment, EXTRAS=dev,gpu what goes in.
 
 VENV ?= .venv
@@ -33,7 +34,7 @@ export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '2,5p' Makefile | cut -c3-
+	@sed -n '2,6p' Makefile | cut -c3-
 
 setup: $(READY)
 

@@ -82,6 +82,11 @@ def _check_numbers(config: OctopusGRPOConfig) -> None:
             f"epsilon={config.epsilon}: must lie in [0, 1), the ratio is clipped to at least "
             "1 - epsilon"
         )
+    if config.max_steps == 0 or (config.max_steps < 0 and not config.num_train_epochs > 0):
+        raise ConfigError(
+            f"max_steps={config.max_steps}, num_train_epochs={config.num_train_epochs}: give at "
+            "least one step, or max_steps -1 and epochs above 0"
+        )
     _check_positive(config, "importance_weight_cap", "none to switch weights off")
     _check_positive(config, "peak_tflops", "none to look the device up")
     for weight in config.reward_weights or ():
