@@ -1,19 +1,23 @@
-"""Prefill in chunks, fresh and over a shared prefix, against a plain forward of transformers."""
+"""Prefill in chunks, fresh and over a shared prefix, and of one short text, against a plain forward
+of transformers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from octopus_trl import Engine
+from octopus_trl import Cursor, Engine
 
 from .checks import check_logits, plain_logits, tokens_of
-from .clock import timed
+from .clock import percentiles_s, sample_s, timed
 from .setting import Line, Setting
+
+WARM_UP = 3  # calls of each shape: a GPU engine compiles in the first and captures in the second
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    """Yield tokens/s for each `prefill_chunk`; the share is MFU.
+    """Yield tokens/s for each `prefill_chunk`, where the share is MFU, and the time of a tool text.
 
     FLOPs by `Shapes.prefill_flops`, peak 989 TFLOP/s on an H200 in bf16 and this device's own
     matrix product elsewhere.
@@ -34,7 +38,9 @@ def run(setting: Setting) -> Iterator[Line]:
             yield Line.not_run(shared, setting.out_of_budget(needed))
             continue
         with setting.busy(fresh):
-            fresh_s, new_s = _ours_s(setting, prefix, new, chunk, check=plain_s is not None)
+            fresh_s, new_s, short_s = _ours_s(
+                setting, prefix, new, chunk, check=plain_s is not None
+            )
         yield Line.rate(
             f"{fresh}, share is MFU",
             sizes.prefix / fresh_s,
@@ -53,6 +59,17 @@ def run(setting: Setting) -> Iterator[Line]:
             baseline=(
                 f"plain forward over all {len(whole)} tokens, new tokens/s{reason}",
                 None if plain_s is None else sizes.new / plain_s[1],
+            ),
+        )
+        yield Line.cost(
+            f"{sizes.tool} tokens of text on {sizes.prefix} shared to logits, p50 of "
+            f"{len(short_s)}, chunks of {chunk}, share is that of reading the weights once",
+            percentiles_s(short_s)[0] * 1e3,
+            "ms",
+            setting.shapes.weight_bytes / setting.rates.bytes_s * 1e3,
+            baseline=(
+                f"plain forward over the {sizes.prefix} tokens before it, ms{reason}",
+                None if plain_s is None else plain_s[0] * 1e3,
             ),
         )
 
@@ -78,8 +95,9 @@ def _plain_s(
 
 def _ours_s(
     setting: Setting, prefix: list[int], new: list[int], chunk: int, *, check: bool
-) -> tuple[float, float]:
-    """Seconds of opening a prompt, and of extending a fork of it, shapes warmed up before.
+) -> tuple[float, float, list[float]]:
+    """Seconds of opening a prompt, of extending a fork of it, and of giving several forks a tool
+    text each and asking for their logits; shapes warmed up before.
 
     Args:
         check: compare the logits at the end with the plain forward's.
@@ -93,7 +111,9 @@ def _ours_s(
         num_states=16,
         prefill_chunk=chunk,
     )
-    engine.close(engine.open(new[:chunk]))
+    first = engine.open(new[:1])
+    for _ in range(WARM_UP):
+        engine.close(engine.extend(engine.fork(first), new[:chunk]))
     with timed() as fresh:
         root = engine.open(prefix)
     setting.saw_prefill(len(prefix), fresh.value)
@@ -103,5 +123,15 @@ def _ours_s(
         engine.extend(thread, new)
     if check:
         check_logits(setting, engine.logits(thread), setting.kept["prefill_end"])
+    tool = tokens_of(setting, sizes.tool, seed=63)
+
+    def read(reader: Cursor) -> Cursor:
+        engine.logits(engine.extend(reader, tool))
+        return reader
+
+    short = []
+    for _ in range(WARM_UP + max(3, sizes.repeats // 10)):
+        reader = engine.fork(root)
+        short += sample_s(lambda reader=reader: read(reader), repeats=1, after=engine.close)  # type: ignore[misc]
     engine.sleep()
-    return fresh.value, extended.value
+    return fresh.value, extended.value, short[WARM_UP:]

@@ -97,7 +97,7 @@ def test_padded_to_a_size_a_run_keeps_its_bits_and_an_empty_run_its_state(
     inputs, bounds = make(lengths)
     rows, num, runs = 128, sum(lengths), len(lengths)
     more = torch.cat([bounds, bounds[-1:].expand(4)])
-    padded = {
+    padded: dict[str, Any] = {
         name: torch.cat([value, value.new_full((rows - num, *value.shape[1:]), float("nan"))])
         for name, value in inputs.items()
     }
