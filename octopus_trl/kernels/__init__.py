@@ -45,6 +45,9 @@ _OPERATIONS = {
     "lora_expand": ("lora", True),
     "skinny_linear": ("linear", True),
     "gated_linear": ("linear", True),
+    "packed_rms_norm": ("packed_layers", True),
+    "packed_gated_norm": ("packed_layers", True),
+    "packed_swiglu": ("packed_layers", True),
 }
 
 

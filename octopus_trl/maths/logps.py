@@ -56,7 +56,8 @@ def token_logps(
     def score(part: Tensor, wanted: Tensor) -> Tensor:
         logits = head(part)
         logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
-        return -F.cross_entropy(logits / temperature, wanted, reduction="none")
+        scaled = logits if temperature == 1.0 else logits / temperature
+        return -F.cross_entropy(scaled, wanted, reduction="none")
 
     selected = hidden[rows]  # indexed once: per chunk, the backward would fill [T, d] each time
     parts = zip(selected.split(chunk), targets.split(chunk), strict=True)

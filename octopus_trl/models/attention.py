@@ -50,7 +50,7 @@ def octopus_attention(
             **kwargs,
         )
     # Under autocast the rotation leaves q and k in float32 while v is already narrow.
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(value.dtype) for x in (query, key, value))
     out = octopus.attend(
         module.layer_idx,
         q,

@@ -40,10 +40,11 @@ class GatedDeltaPass:
             return super().forward(  # type: ignore[misc]
                 hidden_states, cache=cache, attention_mask=attention_mask, **kwargs
             )
-        mixed = self.in_proj_qkv(hidden_states)[0]
+        # `squeeze`, because the gradient of an index is a copy into zeros.
+        mixed = self.in_proj_qkv(hidden_states).squeeze(0)
         z = self.in_proj_z(hidden_states).reshape(-1, self.head_v_dim)
-        beta = self.in_proj_b(hidden_states)[0].sigmoid()
-        a = self.in_proj_a(hidden_states)[0]
+        beta = self.in_proj_b(hidden_states).squeeze(0).sigmoid()
+        a = self.in_proj_a(hidden_states).squeeze(0)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         weight = self.conv1d.weight.squeeze(1)
 

@@ -38,24 +38,29 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
         module
         for layer in unwrap(model).model.layers
         for name, module in layer.named_children()
-        if name in MLP_NAMES and (tokens is not None or isinstance(module, _Tiled))
+        if name in MLP_NAMES and (tokens is not None or isinstance(module, Tiled))
     ]
     if not found and tokens is not None:
         raise ConfigError(f"{type(unwrap(model)).__name__} has no MLP named as {MLP_NAMES}")
     for module in found:
-        if not isinstance(module, _Tiled):
+        if not isinstance(module, Tiled):
             module.__class__ = _with_tiles(type(module))
         module.octopus_tile_tokens = tokens
 
 
-class _Tiled:
+class Tiled:
     """Adds the tiles to an MLP's class."""
 
     octopus_tile_tokens: int | None = None
+    octopus_whole: Any = None  # what computes a tile in place of the stock forward
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """Run the stock MLP on all tokens at once."""
+        return super().forward(hidden)  # type: ignore[misc]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the MLP; `hidden` is [..., T, d]."""
-        whole = super().forward  # type: ignore[misc]
+        whole = self.octopus_whole or self.whole
         size = self.octopus_tile_tokens
         if size is None or hidden.shape[-2] <= size:
             return whole(hidden)
@@ -77,7 +82,7 @@ _CLASSES: dict[type, type] = {}
 def _with_tiles(cls: type) -> type:
     if cls not in _CLASSES:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _CLASSES[cls] = type(cls.__name__, (_Tiled, cls), names)
+        _CLASSES[cls] = type(cls.__name__, (Tiled, cls), names)
     return _CLASSES[cls]
 
 

@@ -47,7 +47,7 @@ class _PassForward:
             use_cache=False,
             octopus=octopus,
         )
-        hidden: Tensor = outputs.last_hidden_state[0]
+        hidden: Tensor = outputs.last_hidden_state.squeeze(0)
         return octopus.finish(hidden, head_of(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -140,6 +140,11 @@ class OctopusGRPOConfig(GRPOConfig):
         "Keep the inputs of checkpointed layers in pinned host memory between the passes: longer "
         "rows fit; with `gradient_checkpointing`.",
     )
+    fused_layers: bool = own(
+        False,
+        "On a GPU, run norms, SwiGLU and adapters of an update in one kernel each way; results "
+        "are those of the modules up to the rounding of an adapter's sum.",
+    )
     detach_mounts: bool = own(
         False, "Ablation: no gradient from a reader into what it mounted.", "-", "-"
     )

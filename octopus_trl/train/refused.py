@@ -70,7 +70,10 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, 0.0),
         "a packed pass computes no balance loss of experts; set router_aux_loss_coef: 0",
     ),
-    "use_liger_kernel": ((False,), "fast kernels are picked by octopus_trl.kernels; drop it"),
+    "use_liger_kernel": (
+        (False,),
+        "TRL drops it in 2.0, and it has no gated norm and no adapter; set fused_layers: true",
+    ),
     "pad_to_multiple_of": ((None, "auto"), "packed rows are not padded; drop it"),
     "remove_unused_columns": ((False, None), "answers are columns that rewards read; drop it"),
     "auto_find_batch_size": (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
+from octopus_trl.models.lean_layers import lean_layers
 from octopus_trl.models.packed import run_packed
 from octopus_trl.train.checks import check_traces
 from octopus_trl.train.meter import Meter
@@ -43,6 +44,10 @@ class PackedRows:
     state: Any
     _mark: str
     _spec: Any
+
+    def _lean(self) -> AbstractContextManager[None]:
+        """Run the layers of what is trained and scored inside with less traffic."""
+        return lean_layers(self.model, fused=self.args.fused_layers)
 
     def _trees(self, inputs: dict[str, Any]) -> list[Tree]:
         """Give the trees of a batch, whose traces this run may train on now.
@@ -128,7 +133,8 @@ class PackedRows:
         """
         nan = torch.tensor(float("nan"), dtype=torch.float64)
         scored = {id(tree.trace): nan.repeat(num_scored(tree.trace)) for tree in trees}
-        with eval_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
+        scoring = self.compute_loss_context_manager()
+        with eval_mode(self.model), torch.no_grad(), scoring, self._lean():
             for row in self._rows(trees):
                 # `self.model` is the root that ZeRO-3 has hooked; DDP's wrapper would synchronise.
                 logps = self._row_logps(self.model, row, temperature)

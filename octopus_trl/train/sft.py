@@ -28,6 +28,7 @@ from transformers import (
 
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import spec_of
+from octopus_trl.models.lean_layers import lean_layers
 from octopus_trl.models.packed import run_packed
 from octopus_trl.trace import Trace
 from octopus_trl.train.card import Card
@@ -55,6 +56,12 @@ class OctopusSFTConfig(TrainingArguments):
         },
     )
 
+    fused_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "On a GPU, run norms, SwiGLU and adapters of an update in one kernel each way."
+        },
+    )
     stop_after_s: float | None = field(
         default=None,
         metadata={"help": "Seconds after which the run ends in good order; None: never."},
@@ -158,6 +165,11 @@ class OctopusSFTTrainer(HubPush, StagedCheckpoints, Card, Trainer):
         check_kernels(model, self.accelerator.device, compute_dtype(args, model))
         if args.stop_after_s is not None:
             self.add_callback(StopAfter(args.stop_after_s))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run one forward and backward pass, its layers with less traffic."""
+        with lean_layers(self.model, fused=self.args.fused_layers):
+            return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self,

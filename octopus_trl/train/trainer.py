@@ -300,6 +300,16 @@ class OctopusGRPOTrainer(
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
         began = time.perf_counter()
+        with self._lean():
+            total = self._update(model, inputs)
+        self._step += 1
+        self._train_seconds += time.perf_counter() - began
+        if self.accelerator.sync_gradients:
+            self._flush("train")
+        return total
+
+    def _update(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Pack a micro-batch and run its rows; give their loss."""
         trees = self._trees(inputs)
         temperature = float(inputs["temperature"])
         # Trees that nothing is learnt from are only measured, which is a third of the work.
@@ -323,10 +333,6 @@ class OctopusGRPOTrainer(
                     part = part / self.current_gradient_accumulation_steps
                 self.accelerator.backward(part, **options)
             total += part.detach()
-        self._step += 1
-        self._train_seconds += time.perf_counter() - began
-        if sync:
-            self._flush("train")
         return total
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from octopus_trl.eval.seal_join_mixture import SOURCES, SealJoinMixture
 from octopus_trl.eval.seal_join_tokenizer import build_tokenizer
 from octopus_trl.models.decay import initialise_decay
 from octopus_trl.trace import Trace
+from octopus_trl.train import sft
 from octopus_trl.train.sft import (
     OctopusSFTConfig,
     OctopusSFTTrainer,
@@ -92,6 +95,21 @@ def test_the_loss_is_the_mean_likelihood_of_owned_tokens(tmp_path: Path) -> None
     wanted = -torch.cat(owned)
     wanted = wanted[torch.isfinite(wanted)].mean()
     assert float(loss) == pytest.approx(float(wanted), abs=1e-5)
+
+
+def test_a_step_opens_its_lean_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    @contextmanager
+    def noted(model: Any, *, fused: bool) -> Iterator[None]:
+        seen.append(fused)
+        yield
+
+    monkeypatch.setattr(sft, "lean_layers", noted)
+    args = config(tmp_path, max_steps=2, fused_layers=True)
+    model = prepare_model(tiny_hybrid(0))
+    OctopusSFTTrainer(model, args, train_dataset=dataset()).train()
+    assert seen == [True, True]
 
 
 def test_training_lowers_the_loss_and_logs_each_source(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from torch.autograd.graph import save_on_cpu
 
 from octopus_trl import score_traces
 from octopus_trl.errors import ConfigError
+from octopus_trl.kernels import select
 from octopus_trl.maths import objective
+from octopus_trl.models import lean_layers
 from octopus_trl.train import scoring
 from octopus_trl.train.config import OctopusGRPOConfig
 from octopus_trl.train.rows import longest_path
@@ -109,6 +111,30 @@ def test_gradient_checkpointing_changes_no_gradient(one_row: Any, tmp_path: Path
     with replayed():
         _, steps = gradients(tmp_path, gradient_checkpointing=True)
     assert difference(steps[0], one_row[1][0]) < 2e-5
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_update_opens_its_lean_layers_and_keeps_its_bits(
+    one_row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """On the references of the kernels, in float32, where both give what the modules give."""
+    ran: list[str] = []
+
+    def noted(op: str, device: torch.device) -> Any:
+        ran.append(op)
+        return select(op, device)
+
+    monkeypatch.setattr(lean_layers, "takes", lambda x: True)
+    monkeypatch.setattr(lean_layers, "select", noted)
+    with replayed():
+        trainer, steps = gradients(tmp_path, fused_layers=fused)
+    assert set(ran) == (
+        {"packed_rms_norm", "packed_gated_norm", "packed_swiglu"} if fused else set()
+    )
+    assert difference(steps[0], one_row[1][0]) == 0.0
+    ran.clear()
+    trainer.model(input_ids=torch.arange(5)[None])
+    assert ran == []
 
 
 @pytest.mark.parametrize("value", [1.0, None], ids=["equal", "none"])
