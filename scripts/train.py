@@ -12,6 +12,7 @@ wants to be started again; 2 a setting is wrong; 130 it was interrupted where it
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from octopus_trl.report.ending import importing, until_unread
 
 with importing():
     import torch
+    import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
     from trl import ModelConfig, get_peft_config
@@ -291,12 +293,12 @@ def finish(trainer: OctopusGRPOTrainer, *, stopped: bool) -> None:
 
 def kept(argv: list[str]) -> str:
     """Say what an interrupted run leaves on disk, from its own arguments."""
-    folder = next((argv[at + 1] for at, arg in enumerate(argv[:-1]) if arg == "--output_dir"), None)
-    if folder is None and "--config" in argv:
-        import yaml
-
-        recipe = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text())
-        folder = recipe.get("output_dir")
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--output_dir")
+    folder = given.parse_known_args(argv[1:])[0].output_dir
+    recipe = recipe_of(argv)
+    if folder is None and recipe is not None:
+        folder = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("output_dir")
     last = last_checkpoint(folder) if folder else None
     if last is None:
         return "no checkpoint yet; traces of finished steps are kept"

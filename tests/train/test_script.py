@@ -17,6 +17,7 @@ import yaml
 
 from octopus_trl.errors import ConfigError, OctopusError, StaleVersion
 from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
+from octopus_trl.train.checkpoint import STAGING, publish
 from octopus_trl.train.checks import MARK
 from octopus_trl.train.config_table import DOCUMENT, render
 from octopus_trl.train.interrupt import StopGracefully
@@ -198,6 +199,21 @@ def test_a_stopped_run_says_so_and_exits_with_a_code_of_its_own(
     assert "stopped before its end, at step 1 of 3 (exit code 75); kept" in said
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("given", [["--output_dir", "{}"], ["--output_dir={}"], []])
+def test_an_interrupted_run_names_the_checkpoint_of_its_own_folder(
+    tmp_path: Path, given: list[str]
+) -> None:
+    recipe, named, own = tmp_path / "recipe.yaml", tmp_path / "named", tmp_path / "own"
+    recipe.write_text(f"output_dir: {named}\n")
+    argv = ["train.py", "--config", str(recipe), *(word.format(own) for word in given)]
+    assert "no checkpoint yet" in SCRIPT["kept"](argv)
+    folder = own if given else named
+    staged = folder / STAGING / "checkpoint-3"
+    staged.mkdir(parents=True)
+    publish(staged, folder / "checkpoint-3", facts={})
+    assert f"kept {folder / 'checkpoint-3'} and the traces" in SCRIPT["kept"](argv)
 
 
 @pytest.mark.parametrize(
