@@ -46,6 +46,7 @@ _OPERATIONS = {
     "skinny_linear": ("linear", True),
     "gated_linear": ("linear", True),
     "packed_rms_norm": ("packed_layers", True),
+    "packed_unit": ("packed_layers", True),
     "packed_gated_norm": ("packed_layers", True),
     "packed_swiglu": ("packed_layers", True),
 }

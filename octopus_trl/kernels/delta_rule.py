@@ -16,10 +16,16 @@ import torch
 from torch import Tensor
 
 from octopus_trl.errors import ConfigError
+from octopus_trl.kernels import select
 from octopus_trl.kernels._chunks import chunk_indices
 from octopus_trl.maths import delta_rule as maths
 
 INSTALL = "pip install flash-linear-attention==0.6.0 tilelang==0.1.15"
+
+# fla divides out the lengths of q and k in kernels that it compiles in 25 ways each and times, anew
+# for every multiple of so many rows of heads: training would stop for it at each new length.
+_TUNED_ROWS = 65_536
+_LENGTH_EPS = 1e-6  # as fla
 
 
 def gated_delta_rule(
@@ -56,16 +62,21 @@ def gated_delta_rule(
     rule = _fla(needs_grad, form)
     dtype = v.dtype
     chunks = {"chunk_indices": chunk_indices(cu_seqlens)} if form == "chunk" else {}
+    q, k = q.to(dtype), k.to(dtype)
+    divides = form != "chunk" or q.shape[0] * q.shape[1] <= _TUNED_ROWS
+    if not divides:
+        unit = select("packed_unit", q.device)
+        q, k = unit(q, eps=_LENGTH_EPS), unit(k, eps=_LENGTH_EPS)
     o, state = rule(
-        q=q.to(dtype)[None],
-        k=k.to(dtype)[None],
+        q=q[None],
+        k=k[None],
         v=v[None],
         g=g.float()[None],
         beta=beta.float()[None],
         scale=q.shape[-1] ** -0.5,
         initial_state=initial_state.float(),
         output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=divides,
         cu_seqlens=cu_seqlens,
         **chunks,
     )

@@ -1,4 +1,4 @@
-"""Norms and the gate of an MLP over the rows of a packed pass in Triton, forward and backward.
+"""Norms, and the gate of an MLP, over the rows of a packed pass in Triton, forward and backward.
 
 One read of the inputs and one write of the result each way: nothing but inputs is kept for the
 backward pass, which computes the rest again. Rounding happens where autograd over the modules
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels import _packed_kernels as bodies
+from octopus_trl.kernels._triton import triton
 from octopus_trl.maths import packed_layers as maths
 
 _TILE = 4096  # elements of a program
@@ -33,7 +34,23 @@ def packed_rms_norm(x: Tensor, *, weight: Tensor, eps: float, zero_centered: boo
     """
     if x.dtype == torch.float64 or x.numel() == 0:
         return maths.packed_rms_norm(x, weight=weight, eps=eps, zero_centered=zero_centered)
-    y: Tensor = _RMSNorm.apply(_rows(x), weight, eps, zero_centered)
+    y: Tensor = _RMSNorm.apply(_rows(x), weight, eps, zero_centered, 1.0)
+    return y.view(x.shape)
+
+
+def packed_unit(x: Tensor, *, eps: float) -> Tensor:
+    """Divide each row by its length, as ``maths.packed_layers.packed_unit``.
+
+    Args:
+        x: [..., d], rows evenly spaced or else copied (float64 takes the reference).
+
+    Returns:
+        [..., d] contiguous in the dtype of x.
+    """
+    if x.dtype == torch.float64 or x.numel() == 0:
+        return maths.packed_unit(x, eps=eps)
+    dim = x.shape[-1]
+    y: Tensor = _RMSNorm.apply(_rows(x), None, eps / dim, True, dim**-0.5)
     return y.view(x.shape)
 
 
@@ -82,24 +99,28 @@ def _blocks(dim: int) -> dict[str, int]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, factor: float
+    ) -> Tensor:
         rows, dim = x.shape
         y = torch.empty(rows, dim, dtype=x.dtype, device=x.device)
         sizes = _blocks(dim)
-        _norm_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
+        bodies.norm_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
             x,
-            weight,
+            x if weight is None else weight,
             y,
             x.stride(0),
             rows,
             dim,
             eps,
+            factor,
+            WEIGHT=weight is not None,
             ZERO_CENTERED=zero_centered,
             **sizes,
             num_warps=_WARPS,
         )
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.zero_centered = eps, zero_centered
+        ctx.eps, ctx.zero_centered, ctx.factor = eps, zero_centered, factor
         return y
 
     @staticmethod
@@ -110,10 +131,10 @@ class _RMSNorm(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = torch.empty(rows, dim, dtype=x.dtype, device=x.device)
         sizes = _blocks(dim)
-        sums, programs = _weight_sums(ctx.needs_input_grad[1], weight, rows, sizes["ROWS"])
-        _norm_backward[(programs,)](
+        sums, programs = _weight_sums(ctx.needs_input_grad[1], grad_x, rows, sizes["ROWS"])
+        bodies.norm_backward[(programs,)](
             x,
-            weight,
+            x if weight is None else weight,
             grad,
             grad_x,
             sums,
@@ -121,13 +142,15 @@ class _RMSNorm(torch.autograd.Function):
             rows,
             dim,
             ctx.eps,
+            ctx.factor,
+            WEIGHT=weight is not None,
             ZERO_CENTERED=ctx.zero_centered,
             SUMS=ctx.needs_input_grad[1],
             **sizes,
             num_warps=_WARPS,
         )
         grad_weight = sums.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -136,7 +159,7 @@ class _GatedNorm(torch.autograd.Function):
         rows, dim = o.shape
         y = torch.empty(rows, dim, dtype=o.dtype, device=o.device)
         sizes = _blocks(dim)
-        _gated_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
+        bodies.gated_forward[(triton.cdiv(rows, sizes["ROWS"]),)](
             o, z, weight, y, o.stride(0), z.stride(0), rows, dim, eps, **sizes, num_warps=_WARPS
         )
         ctx.save_for_backward(o, z, weight)
@@ -152,8 +175,8 @@ class _GatedNorm(torch.autograd.Function):
         grad_o = torch.empty(rows, dim, dtype=o.dtype, device=o.device)
         grad_z = torch.empty(rows, dim, dtype=z.dtype, device=z.device)
         sizes = _blocks(dim)
-        sums, programs = _weight_sums(ctx.needs_input_grad[2], weight, rows, sizes["ROWS"])
-        _gated_backward[(programs,)](
+        sums, programs = _weight_sums(ctx.needs_input_grad[2], grad_o, rows, sizes["ROWS"])
+        bodies.gated_backward[(programs,)](
             o,
             z,
             weight,
@@ -180,7 +203,7 @@ class _SwiGLU(torch.autograd.Function):
         y = torch.empty_like(gate)
         size = gate.numel()
         grid = (triton.cdiv(size, _TILE),)
-        _swiglu_forward[grid](gate, up, y, size, BLOCK=_TILE, num_warps=_WARPS)
+        bodies.swiglu_forward[grid](gate, up, y, size, BLOCK=_TILE, num_warps=_WARPS)
         ctx.save_for_backward(gate, up)
         return y
 
@@ -191,213 +214,16 @@ class _SwiGLU(torch.autograd.Function):
         grad = grad.contiguous()
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
         size = gate.numel()
-        _swiglu_backward[(triton.cdiv(size, _TILE),)](
+        bodies.swiglu_backward[(triton.cdiv(size, _TILE),)](
             gate, up, grad, grad_gate, grad_up, size, BLOCK=_TILE, num_warps=_WARPS
         )
         return grad_gate, grad_up
 
 
-def _weight_sums(needed: bool, weight: Tensor, rows: int, rows_each: int) -> tuple[Tensor, int]:
+def _weight_sums(needed: bool, like: Tensor, rows: int, rows_each: int) -> tuple[Tensor, int]:
     """Give the buffer [P, d] float32 for P programs, and P: one a tile where nothing is summed."""
     tiles = triton.cdiv(rows, rows_each)
     if not needed:
-        return weight, tiles
+        return like, tiles
     programs = min(tiles, _SUMS)
-    shape = (programs, weight.shape[0])
-    return torch.empty(shape, dtype=torch.float32, device=weight.device), programs
-
-
-@triton.jit
-def _norm_forward(
-    x: tl.tensor,
-    weight: tl.tensor,
-    y: tl.tensor,
-    x_stride: tl.tensor,
-    rows: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < dim)[None, :]
-    dtype = y.dtype.element_ty
-    at = row[:, None] * x_stride + column[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :]
-    unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
-    if ZERO_CENTERED:
-        result = unit * (1.0 + factor)
-    else:
-        result = factor * unit.to(dtype).to(tl.float32)
-    out = row[:, None] * dim + column[None, :]
-    tl.store(y + out, result.to(dtype), mask=inside)
-
-
-@triton.jit
-def _norm_backward(
-    x: tl.tensor,
-    weight: tl.tensor,
-    grad: tl.tensor,
-    grad_x: tl.tensor,
-    sums: tl.tensor,
-    x_stride: tl.tensor,
-    rows: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    ZERO_CENTERED: tl.constexpr,
-    SUMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    column = tl.arange(0, BLOCK)
-    real = column < dim
-    dtype = grad_x.dtype.element_ty
-    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)[None, :]
-    if ZERO_CENTERED:
-        factor = 1.0 + factor
-    if SUMS:
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = tl.program_id(0) * ROWS
-    for start in range(first, rows, tl.num_programs(0) * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & real[None, :]
-        at = row[:, None] * x_stride + column[None, :]
-        out = row[:, None] * dim + column[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        given = tl.load(grad + out, mask=inside, other=0.0).to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
-        unit = value * inverse
-        inner = given * factor
-        if ZERO_CENTERED:
-            seen = unit
-        else:
-            seen = unit.to(dtype).to(tl.float32)
-            inner = inner.to(dtype).to(tl.float32)
-        if SUMS:
-            total += tl.sum(given * seen, 0)
-        mean = (tl.sum(inner * unit, 1) / dim)[:, None]
-        tl.store(grad_x + out, (inverse * (inner - unit * mean)).to(dtype), mask=inside)
-    if SUMS:
-        tl.store(sums + tl.program_id(0) * dim + column, total, mask=real)
-
-
-@triton.jit
-def _gated_forward(
-    o: tl.tensor,
-    z: tl.tensor,
-    weight: tl.tensor,
-    y: tl.tensor,
-    o_stride: tl.tensor,
-    z_stride: tl.tensor,
-    rows: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < dim)[None, :]
-    dtype = y.dtype.element_ty
-    wide = weight.dtype.element_ty
-    value = tl.load(o + row[:, None] * o_stride + column[None, :], mask=inside, other=0.0)
-    gate = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
-    factor = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :]
-    value = value.to(tl.float32)
-    gate = gate.to(tl.float32)
-    unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
-    scaled = (factor * unit.to(dtype).to(tl.float32)).to(wide).to(tl.float32)
-    result = scaled * (gate * tl.sigmoid(gate))
-    tl.store(y + row[:, None] * dim + column[None, :], result.to(dtype), mask=inside)
-
-
-@triton.jit
-def _gated_backward(
-    o: tl.tensor,
-    z: tl.tensor,
-    weight: tl.tensor,
-    grad: tl.tensor,
-    grad_o: tl.tensor,
-    grad_z: tl.tensor,
-    sums: tl.tensor,
-    o_stride: tl.tensor,
-    z_stride: tl.tensor,
-    rows: tl.tensor,
-    dim: tl.tensor,
-    eps: tl.tensor,
-    SUMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    column = tl.arange(0, BLOCK)
-    real = column < dim
-    dtype = grad_o.dtype.element_ty
-    wide = weight.dtype.element_ty
-    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)[None, :]
-    if SUMS:
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
-    first = tl.program_id(0) * ROWS
-    for start in range(first, rows, tl.num_programs(0) * ROWS):
-        row = tl.cast(start, tl.int64) + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & real[None, :]
-        out = row[:, None] * dim + column[None, :]
-        value = tl.load(o + row[:, None] * o_stride + column[None, :], mask=inside, other=0.0)
-        gate = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
-        given = tl.load(grad + out, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(tl.float32)
-        gate = gate.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
-        unit = value * inverse
-        seen = unit.to(dtype).to(tl.float32)
-        scaled = (factor * seen).to(wide).to(tl.float32)
-        opened = tl.sigmoid(gate)
-        slope = given * scaled * (opened * (1.0 + gate * (1.0 - opened)))
-        tl.store(grad_z + out, slope.to(grad_z.dtype.element_ty), mask=inside)
-        back = (given * (gate * opened)).to(wide).to(tl.float32)
-        if SUMS:
-            total += tl.sum(back * seen, 0)
-        inner = (back * factor).to(dtype).to(tl.float32)
-        mean = (tl.sum(inner * unit, 1) / dim)[:, None]
-        tl.store(grad_o + out, (inverse * (inner - unit * mean)).to(dtype), mask=inside)
-    if SUMS:
-        tl.store(sums + tl.program_id(0) * dim + column, total, mask=real)
-
-
-@triton.jit
-def _swiglu_forward(
-    gate: tl.tensor, up: tl.tensor, y: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    dtype = y.dtype.element_ty
-    wide = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    active = (wide * tl.sigmoid(wide)).to(dtype).to(tl.float32)
-    tl.store(y + at, (active * other).to(dtype), mask=inside)
-
-
-@triton.jit
-def _swiglu_backward(
-    gate: tl.tensor,
-    up: tl.tensor,
-    grad: tl.tensor,
-    grad_gate: tl.tensor,
-    grad_up: tl.tensor,
-    size: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    dtype = grad_gate.dtype.element_ty
-    wide = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    given = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    opened = tl.sigmoid(wide)
-    active = (wide * opened).to(dtype).to(tl.float32)
-    back = (given * other).to(dtype).to(tl.float32)
-    tl.store(grad_up + at, (given * active).to(dtype), mask=inside)
-    slope = opened * (1.0 + wide * (1.0 - opened))
-    tl.store(grad_gate + at, (back * slope).to(dtype), mask=inside)
+    return torch.empty(programs, like.shape[1], dtype=torch.float32, device=like.device), programs

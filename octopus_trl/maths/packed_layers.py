@@ -1,4 +1,4 @@
-"""Norms and the gate of an MLP over the rows of a packed pass, with a gradient.
+"""Norms, and the gate of an MLP, over the rows of a packed pass, with a gradient.
 
 Axes: R rows, d width of a norm, F intermediate size. Results are rounded where the modules of
 transformers round them, as in `norms` and `gates`; autograd gives the gradients.
@@ -28,6 +28,20 @@ def packed_rms_norm(x: Tensor, *, weight: Tensor, eps: float, zero_centered: boo
     Source: transformers ``Qwen3_5RMSNorm`` and ``Qwen3RMSNorm``.
     """
     return norms.rms_norm(x, weight=weight, eps=eps, zero_centered=zero_centered)[0]
+
+
+def packed_unit(x: Tensor, *, eps: float) -> Tensor:
+    """Divide each row by its length: ``x / sqrt(sum(x^2) + eps)``.
+
+    Args:
+        x: [..., d].
+        eps: added to the sum of squares.
+
+    Returns:
+        [..., d] in the dtype of x.
+    """
+    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return (wide * torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def packed_gated_norm(o: Tensor, *, z: Tensor, weight: Tensor, eps: float) -> Tensor:

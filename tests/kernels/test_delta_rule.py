@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from octopus_trl.kernels import delta_rule as kernels
 from octopus_trl.kernels._chunks import chunk_table, keep_chunk_indices, most_chunks
 from octopus_trl.kernels.delta_rule import gated_delta_rule, gated_delta_step
 from octopus_trl.maths import delta_rule as maths
@@ -42,8 +43,12 @@ def error(fast: Tensor, reference: Tensor) -> float:
     return float((fast.detach().cpu().double() - reference).norm() / reference.norm())
 
 
+@pytest.mark.parametrize("longest", [65_536, 0], ids=["fla's lengths", "our lengths"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [1], [65], [200]], ids=str)
-def test_values_and_every_gradient_equal_float64(lengths: list[int]) -> None:
+def test_values_and_every_gradient_equal_float64(
+    lengths: list[int], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_TUNED_ROWS", longest)
     inputs, cu_seqlens = make(lengths)
     wide = exact(inputs)
     o, state = gated_delta_rule(**inputs, cu_seqlens=cu_seqlens)

@@ -69,6 +69,14 @@ def check_norm(
     )
 
 
+def check_unit(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    check(
+        lambda x: kernels.packed_unit(x, eps=1e-6),
+        lambda x: maths.packed_unit(x, eps=1e-6),
+        {"x": apart(rows, dim, dtype, device)},
+    )
+
+
 def check_gated(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
     given = {
         "o": apart(rows, dim, dtype, device),
@@ -97,6 +105,14 @@ def test_the_norm_and_its_gradients_equal_the_reference(
     rows: int, dtype: torch.dtype, centered: bool, device: torch.device
 ) -> None:
     check_norm(rows, 65, dtype, device, centered=centered)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_of_length_one_and_their_gradients_equal_the_reference(
+    rows: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    check_unit(rows, 65, dtype, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,6 +180,7 @@ def test_layers_of_a_real_model(rows: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     check_norm(rows, 2560, dtype, device, centered=True)
     check_norm(rows, 256, dtype, device, centered=False)
+    check_unit(rows, 128, dtype, device)
     check_gated(rows, 128, dtype, device)
     check_swiglu(rows // 8, 9216, dtype, device)
 
