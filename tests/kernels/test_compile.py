@@ -1,5 +1,5 @@
-"""Every kernel of a decode step compiles for a Hopper GPU, on a machine that has none; and where
-launches are early, what stands before a kernel's wait.
+"""Every kernel of a decode step or an update compiles for a Hopper GPU, on a machine that has none;
+and where launches are early, what stands before a kernel's wait.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,14 +70,31 @@ print(json.dumps([
 ]))
 """
 
+UPDATE = """
+import json, torch
+from tests.kernels.hopper import compiled_for_hopper
+from octopus_trl.kernels import packed_layers
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("rows", [16, 64])
-def test_every_kernel_compiles_for_hopper_without_spilling(rows: int, early: bool) -> None:
+def zeros(*shape):
+    return torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+with compiled_for_hopper() as built:
+    for trains in (False, True):
+        for dim, centered in ((2560, True), (256, True), (128, False)):
+            weight = zeros(dim).requires_grad_(trains)
+            norm = {"weight": weight, "eps": 1e-6, "zero_centered": centered}
+            packed_layers.packed_rms_norm(zeros(70, dim), **norm).sum().backward()
+        norm = {"weight": zeros(128).requires_grad_(trains), "eps": 1e-6}
+        packed_layers.packed_gated_norm(zeros(70, 128), z=zeros(70, 128), **norm).sum().backward()
+    packed_layers.packed_unit(zeros(70, 16, 128), eps=1e-6).sum().backward()
+    packed_layers.packed_swiglu(zeros(70, 9216), up=zeros(70, 9216)).sum().backward()
+print(json.dumps([[kernel.name, kernel.registers, kernel.stack_bytes] for kernel in built]))
+"""
+
+
+def compiled(program: str) -> list[Any]:
+    """Run a program that prints what it compiled."""
     pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
-    program = PROGRAM.replace("{rows}", str(rows)).replace("{early}", str(early))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -87,7 +105,24 @@ def test_every_kernel_compiles_for_hopper_without_spilling(rows: int, early: boo
         env={**environment, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    built = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_kernel_of_an_update_compiles_for_hopper_without_spilling() -> None:
+    built = compiled(UPDATE)
+    assert len({name for name, *_ in built}) == 6
+    assert [name for name, _, stack in built if stack] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_every_kernel_compiles_for_hopper_without_spilling(rows: int, early: bool) -> None:
+    program = PROGRAM.replace("{rows}", str(rows)).replace("{early}", str(early))
+    built = compiled(program)
     assert len({name for name, *_ in built}) == 14
     assert [name for name, _, stack, _ in built if stack] == []
     if early:
