@@ -57,6 +57,17 @@ def check_ranges(config: OctopusGRPOConfig) -> None:
     _check_pairs(config)
 
 
+def check_seeds(seed: int, data_seed: int | None) -> None:
+    """Refuse seeds that numpy's generator does not take.
+
+    Raises:
+        ConfigError: one is outside 0 to 2^32 - 1.
+    """
+    for name, value in (("seed", seed), ("data_seed", data_seed)):
+        if value is not None and not 0 <= value < 2**32:
+            raise ConfigError(f"{name}={value}: must lie in 0..{2**32 - 1}")
+
+
 def _check_numbers(config: OctopusGRPOConfig) -> None:
     if config.num_generations is None or config.num_generations < 2:
         raise ConfigError(
@@ -82,6 +93,7 @@ def _check_numbers(config: OctopusGRPOConfig) -> None:
             f"epsilon={config.epsilon}: must lie in [0, 1), the ratio is clipped to at least "
             "1 - epsilon"
         )
+    check_seeds(config.seed, config.data_seed)
     if config.max_steps == 0 or (config.max_steps < 0 and not config.num_train_epochs > 0):
         raise ConfigError(
             f"max_steps={config.max_steps}, num_train_epochs={config.num_train_epochs}: give at "

@@ -34,6 +34,7 @@ from octopus_trl.trace import Trace
 from octopus_trl.train.card import Card
 from octopus_trl.train.hub import HubPush
 from octopus_trl.train.kernel_check import check_kernels, compute_dtype
+from octopus_trl.train.ranges import check_seeds
 from octopus_trl.train.resume import StagedCheckpoints
 from octopus_trl.train.rows import LossRow, Tree, build_row
 
@@ -76,6 +77,7 @@ class OctopusSFTConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seeds(self.seed, self.data_seed)
         if self.pack_tokens < 1:
             raise ConfigError(f"pack_tokens={self.pack_tokens}: must be at least 1 token")
         if self.per_device_train_batch_size != 1:

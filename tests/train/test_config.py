@@ -84,6 +84,8 @@ def test_a_field_that_is_not_run_is_refused_with_what_to_use_instead(
         ({"importance_weight_level": "tree"}, "must be one of token, sequence"),
         ({"push_attempts": 0}, "push_attempts=0"),
         ({"max_steps": 0}, "max_steps=0"),
+        ({"seed": -1}, "seed=-1: must lie in 0..4294967295"),
+        ({"data_seed": 2**32}, "data_seed=4294967296"),
         ({"max_steps": -1, "num_train_epochs": 0.0}, "num_train_epochs=0"),
         ({"peak_tflops": 0.0}, "peak_tflops=0.0"),
         (

@@ -165,6 +165,7 @@ def test_a_half_written_checkpoint_is_passed_over_and_the_run_goes_on_bit_for_bi
         ({"push_wait_s": -1.0}, "push_wait_s=-1.0"),
         ({"per_device_train_batch_size": 2}, "a row is already a batch"),
         ({"max_steps": -1}, "max_steps=-1"),
+        ({"seed": -1}, "seed=-1"),
     ],
 )
 def test_a_wrong_setting_names_value_and_rule(
