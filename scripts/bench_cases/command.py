@@ -21,6 +21,7 @@ import torch
 from . import CASES
 from .setting import Line, Setting
 from .sizes import SIZES
+from .train_mix import SHAPES
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "triton", "flash-linear-attention")
@@ -39,12 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="write kernel times of decode and train"
     )
+    parser.add_argument("--mixes", nargs="+", choices=list(SHAPES), help="of train; default: all")
+    parser.add_argument("--fused-layers", action="store_true", help="train with fused_layers: true")
     parser.add_argument("--commit", help="of the lines; default: what git says")
     asked = parser.parse_args(argv)
     for name in asked.case:
         if name not in CASES:
             parser.error(f"case {name!r}: must be one of {', '.join(CASES)}")
-    setting = Setting(model=asked.model, budget_s=asked.budget, profile=asked.profile)
+    setting = Setting(
+        model=asked.model,
+        budget_s=asked.budget,
+        profile=asked.profile,
+        mixes=asked.mixes,
+        fused_layers=asked.fused_layers,
+    )
     where = circumstances(asked.commit)
     failed = False
     for name in asked.case or CASES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,11 +78,15 @@ class Setting:
         model: a name in `SIZES`.
         budget_s: seconds for everything, the model's making included; None for no bound.
         profile: folder for profiles of what was timed; None makes none.
+        mixes: episode mixes of the update, by name; None for all.
+        fused_layers: of the updates, as the trainer's setting.
     """
 
     model: str = "tiny"
     budget_s: float | None = None
     profile: Path | None = None
+    mixes: Sequence[str] | None = None
+    fused_layers: bool = False
     sizes: Sizes = None  # type: ignore[assignment]
     begin_s: float = field(default_factory=time.perf_counter)
     kept: dict[str, Any] = field(default_factory=dict)

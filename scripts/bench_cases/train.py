@@ -2,58 +2,60 @@
 
 Both run the same kernels, the same LoRA adapter (r = 16) and the same checkpointing; the rows of
 the baseline are packed without padding, each leaf chain computed in full, every sampled token
-scored once. Then 131,072 unique tokens in one forward and backward pass, and three times as many
-with MLPs by tiles and the layers' inputs in host memory.
+scored once. What each way of running the layers gains or costs, on the first mix. Then 131,072
+unique tokens in one forward and backward pass, and three times as many with MLPs by tiles and the
+layers' inputs in host memory.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 
 from octopus_trl import Trace
 from octopus_trl.kernels._block_lists import block_pairs
-from octopus_trl.maths.objective import rollout_training_kl
-from octopus_trl.models import spec_of, unwrap
-from octopus_trl.models.mlp_tiles import tile_mlps
-from octopus_trl.models.packed import run_packed
+from octopus_trl.models import unwrap
 from octopus_trl.trace import Segment, ThreadRecord
 from octopus_trl.train.kernel_check import check_kernels
 from octopus_trl.train.lora import PROJECTIONS
-from octopus_trl.train.rows import LossRow, Tree, build_row
-from octopus_trl.train.scoring import kept_on_host
 
 from .clock import sample_s, timed
 from .mix import read, synthetic, trace_of
 from .profile import write_profile
-from .setting import Line, Setting, WrongResult
+from .setting import Line, Setting
 from .train_mix import SHAPES, dedup_ratio, path_of
+from .train_ways import (
+    GIB,
+    TILES,
+    Way,
+    check_close,
+    check_ways,
+    measured,
+    row_of,
+    score,
+    timed_calls,
+    update,
+    ways,
+)
 from .train_work import UpdateFlops, chain_rows, without_reads
 
 RANK = 16
-REPEATS = 2
-LONG_S = 4.0  # a call that took longer is timed once more and not twice
 LEAST_MEMORY = 3.5  # DESIGN §8: times less memory than the rows of one forward
-# Mean of e^d − 1 − d between packed and separate rows; no token may be off by more than the second.
-# Seen in bfloat16 over 32 random layers: 2.2e-3 and 0.26 on an H200 at r = 3 and at r = 8, where a
-# carried state begins a chunk elsewhere; of rows in a wrong order: 0.09 and 1.0.
-CLOSE = {torch.float32: (1e-8, 1e-3), torch.bfloat16: (5e-3, 0.6)}
 HOST_LIMIT_S = 1.0  # layout and block lists of the longest row
-TILES = 8  # of a row whose MLPs are tiled
 PROFILED = 2  # updates
-GIB = 2**30
+TILED_S = 1.25  # times the seconds of a row without, to reckon with: no longer row has been timed
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    """Yield speed, MFU and memory for each mix, then the longest row."""
+    """Yield speed, MFU and memory for each mix, what ways of running cost, then the longest row."""
     base = setting.load()
     dtype, shapes = base.dtype, setting.shapes  # before the adapter's own layers are in
     for text in check_kernels(base, setting.device, dtype):
@@ -61,22 +63,30 @@ def run(setting: Setting) -> Iterator[Line]:
     print(f"MFU = FLOPs / seconds / peak; {UpdateFlops.FORMULA}", file=sys.stderr, flush=True)
     with adapted(base) as model:
         flops = UpdateFlops.of(model, shapes)
-        rate = 0.0  # unique tokens/s, the last measured
-        for name in SHAPES:
+        way = Way(fused=setting.fused_layers)
+        speed = 0.0  # FLOP/s of the last mix
+        for name in setting.mixes or SHAPES:
             mix = read(path_of(name)).shortened(setting.sizes.train_scale)
             trace = trace_of(mix, base.config.vocab_size)
-            once = sum(trace.lengths) / rate if rate else 0.0
+            work = flops.count(row_of([trace]))
+            once = work / speed if speed else 0.0
             needed = sum((1 + timed_calls(s)) * s for s in (once, once * dedup_ratio(trace)))
             if not setting.fits(needed):
                 yield Line.not_run(name, setting.out_of_budget(needed))
                 continue
+            first = not speed
             with setting.busy(name):
-                check_rows(model, trace, dtype)
-                lines, seconds = compare(setting, model, trace, flops)
+                check_rows(model, trace, dtype, way)
+                if first:
+                    with natural_logits(model):
+                        check_ways(model, trace, dtype)
+                lines, ours = compare(setting, model, trace, flops, way)
             yield from lines
-            rate = sum(trace.lengths) / seconds
-        yield from longest_row(setting, model, flops, rate)
-        yield from longest_row(setting, model, flops, rate, times=3)
+            speed = work / ours[0]
+            if first:
+                yield from ways(setting, model, trace, way, ours, work / setting.rates.flops)
+        yield from longest_row(setting, model, flops, speed, way)
+        yield from longest_row(setting, model, flops, speed, way, times=3)
 
 
 @contextmanager
@@ -100,34 +110,10 @@ def adapted(model: Any) -> Iterator[Any]:
         model.requires_grad_(False).eval()
 
 
-def row_of(traces: Sequence[Trace]) -> LossRow:
-    """Pack traces into one row, as the trainer does."""
-    return build_row([Tree(trace, 1.0) for trace in traces], mounts="live")
-
-
-def score(model: Any, row: LossRow) -> Tensor:
-    """Log-probabilities of a row's owned tokens, under autocast where the trainer has it."""
-    device = next(model.parameters()).device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        return run_packed(model, spec_of(model), row.packed, row.rows, row.targets)
-
-
-def update(model: Any, traces: Sequence[Trace], *, on_host: bool = False) -> None:
-    """Pack, score and take the gradient of the mean log-probability.
-
-    Args:
-        on_host: what is kept for the backward pass waits in host memory.
-    """
-    with kept_on_host() if on_host else nullcontext():
-        loss = -score(model, row_of(traces)).mean()
-    loss.backward()
-    model.zero_grad(set_to_none=True)
-
-
-def update_all(model: Any, parts: Sequence[Sequence[Trace]]) -> None:
+def update_all(model: Any, parts: Sequence[Sequence[Trace]], way: Way) -> None:
     """Run an update in several passes."""
     for traces in parts:
-        update(model, traces)
+        update(model, traces, way)
 
 
 @contextmanager
@@ -149,7 +135,7 @@ def natural_logits(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
+def check_rows(model: Any, trace: Trace, dtype: torch.dtype, way: Way) -> None:
     """Compare the packed log-probabilities with those of separate rows, of the tree without reads.
 
     Raises:
@@ -157,37 +143,33 @@ def check_rows(model: Any, trace: Trace, dtype: torch.dtype) -> None:
     """
     tree = without_reads(trace)
     chains = chain_rows(tree)
-    with natural_logits(model):
+    with natural_logits(model), way.open(model):
         packed = score(model, row_of([tree]))
         apart = score(model, row_of([chain.trace for chain in chains]))
     sources = [source for chain in chains for source in chain.sources]
     lengths = [len(tree.segments[source].tokens) for source in sources]
     by_segment = dict(zip(sources, apart.split(lengths), strict=True))
     joined = torch.cat([by_segment[source] for source in sorted(by_segment)])
-    mean, largest = (float(x) for x in rollout_training_kl(packed, rollout_logps=joined))
-    print(
-        f"{trace.episode_id}: {len(joined)} owned tokens packed against rows: mean e^d - 1 - d "
-        f"{mean:.2e}, max |d| {largest:.2e}",
-        file=sys.stderr,
-        flush=True,
-    )
-    if not (mean <= CLOSE[dtype][0] and largest <= CLOSE[dtype][1]):
-        raise WrongResult(f"packed and separate rows differ: mean {mean:.2e}, max {largest:.2e}")
+    what = f"{trace.episode_id}: {len(joined)} owned tokens packed against rows"
+    check_close(what, packed, joined, dtype)
 
 
 def compare(
-    setting: Setting, model: Any, trace: Trace, flops: UpdateFlops
-) -> tuple[list[Line], float]:
-    """Measure both ways on one episode; give the lines and our seconds."""
+    setting: Setting, model: Any, trace: Trace, flops: UpdateFlops, way: Way
+) -> tuple[list[Line], tuple[float, float]]:
+    """Measure packed and separate rows on one episode; give the lines, our seconds and peak GiB."""
     rows = [chain.trace for chain in chain_rows(trace)]
     unique, ratio = sum(trace.lengths), dedup_ratio(trace)
     logical = sum(sum(row.lengths) for row in rows)
     what = f"update of {trace.episode_id}, {unique:,} unique tokens, r {ratio:.2f}"
-    ours_s, ours_peak = measured(setting, partial(update, model, [trace]))
+    if way.fused:
+        what += ", fused layers"
+    call = partial(update, model, [trace], way)
+    ours_s, ours_peak = measured(setting, call)
     if setting.profile is not None:
         path = setting.profile / f"{trace.episode_id}.txt"
-        write_profile(path, partial(update, model, [trace]), steps=PROFILED)
-    passes, theirs_s, theirs_peak = fewest_passes(setting, model, rows)
+        write_profile(path, call, steps=PROFILED)
+    passes, theirs_s, theirs_peak = fewest_passes(setting, model, rows, way)
     ours_flops = flops.count(row_of([trace]))
     ours_mfu = ours_flops / ours_s / setting.rates.flops
     theirs_mfu = sum(flops.count(row_of(part)) for part in split(rows, passes)) / theirs_s
@@ -223,15 +205,18 @@ def compare(
                 baseline=(f"{name}, GiB", theirs_peak),
             )
         )
-    return lines, ours_s
+    return lines, (ours_s, ours_peak)
 
 
-def fewest_passes(setting: Setting, model: Any, rows: list[Trace]) -> tuple[int, float, float]:
+def fewest_passes(
+    setting: Setting, model: Any, rows: list[Trace], way: Way
+) -> tuple[int, float, float]:
     """Run rows in as few passes as fit in memory; give passes, seconds of all, peak GiB."""
     passes = 1
     while True:
         try:
-            return passes, *measured(setting, partial(update_all, model, split(rows, passes)))
+            call = partial(update_all, model, split(rows, passes), way)
+            return passes, *measured(setting, call)
         except torch.cuda.OutOfMemoryError:
             if passes >= len(rows):
                 raise
@@ -253,36 +238,28 @@ def split(rows: list[Trace], passes: int) -> list[list[Trace]]:
     return [part for part in parts if part]
 
 
-def measured(setting: Setting, call: Callable[[], Any]) -> tuple[float, float]:
-    """Give the least seconds of a call after one that does not count, and its peak GiB."""
-    with timed() as first:
-        call()
-    cuda = setting.device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = min(sample_s(call, repeats=timed_calls(first.value)))
-    return seconds, torch.cuda.max_memory_allocated() / GIB if cuda else 0.0
-
-
-def timed_calls(seconds: float) -> int:
-    """Say how often a call of that length is timed, after one that does not count."""
-    return 1 if seconds > LONG_S else REPEATS
-
-
 def longest_row(
-    setting: Setting, model: Any, flops: UpdateFlops, rate: float, *, times: int = 1
+    setting: Setting, model: Any, flops: UpdateFlops, speed: float, way: Way, *, times: int = 1
 ) -> Iterator[Line]:
     """Yield the host's time and the device's memory for one row of the most unique tokens.
 
+    It is timed after a call that does not count; where the budget has room for one call alone, what
+    it compiled is in its time and the line says so.
+
     Args:
-        times: as many tokens; above 1 with tiled MLPs and the layers' inputs in host memory.
+        speed: FLOP/s of a mix.
+        times: as many tokens; above 1 with tiled MLPs and the layers' inputs in host memory, and
+            timed at its first call.
     """
     trace = wide_episode(times * setting.sizes.train_tokens, model.config.vocab_size)
     unique, long = sum(trace.lengths), times > 1
     what = f"{unique:,} unique tokens in one row"
-    tile = -(-unique // (times * TILES))
+    if way.fused:
+        what += ", fused layers"
     if long:
+        tile = -(-unique // (times * TILES))
         what += f", MLPs by {tile:,} and inputs of layers on the host"
+        way = replace(way, tile=tile, on_host=True)
     with timed() as host:
         row = row_of([trace])
     plan = row.packed.layout.plan
@@ -291,27 +268,33 @@ def longest_row(
             block_pairs(plan, query_block=query_block, key_block=64, rows=unique)
     text = f"{what}: packing and block lists both ways on the host"
     yield Line.cost(text, host.value + lists.value, "s", HOST_LIMIT_S)
-    needed = (2 + long) * unique / rate if rate else 0.0
-    if not setting.fits(needed):
-        yield Line.not_run(what, setting.out_of_budget(needed))
+    work = flops.count(row)
+    once = work / speed * (TILED_S if long else 1.0) if speed else 0.0
+    if not setting.fits(once):
+        yield Line.not_run(what, setting.out_of_budget(once))
         return
     weights = sum(p.numel() * p.itemsize for p in model.parameters()) / GIB
+    call, cuda = partial(update, model, [trace], way), setting.device.type == "cuda"
+    warm = not long and setting.fits(2 * once)
     with setting.busy(what):
-        if setting.device.type == "cuda":
+        if warm:
+            call()
+        if cuda:
             torch.cuda.reset_peak_memory_stats()
-        if long:
-            tile_mlps(model, tile)
-        seconds = min(sample_s(partial(update, model, [trace], on_host=long), repeats=1))
-        tile_mlps(model, None)
-    speed = f"{what}: forward and backward, {len(row.targets):,} scored"
-    limit = setting.rates.flops / flops.count(row) * unique
-    yield Line.rate(speed, unique / seconds, "unique tokens/s", limit)
-    if setting.device.type != "cuda":
+        (seconds,) = sample_s(call, repeats=1)
+    case = f"{what}: forward and backward, {len(row.targets):,} scored"
+    if not warm:
+        case += ", first call"
+    yield Line.rate(case, unique / seconds, "unique tokens/s", setting.rates.flops / work * unique)
+    if not cuda:
         yield Line.not_run(f"{what}: peak memory", "counted on a GPU alone")
-        return
-    whole = torch.cuda.get_device_properties(setting.device).total_memory / GIB
-    peak = torch.cuda.max_memory_allocated() / GIB
-    yield Line.cost(f"{what}: peak", peak, "GiB", whole, baseline=("weights alone, GiB", weights))
+    else:
+        whole = torch.cuda.get_device_properties(setting.device).total_memory / GIB
+        peak = torch.cuda.max_memory_allocated() / GIB
+        with_weights = ("weights alone, GiB", weights)
+        yield Line.cost(f"{what}: peak", peak, "GiB", whole, baseline=with_weights)
+    if setting.profile is not None and setting.fits(seconds):
+        write_profile(setting.profile / f"row_{unique}.txt", call, steps=1)
 
 
 def wide_episode(tokens: int, vocab_size: int) -> Trace:

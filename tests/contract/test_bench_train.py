@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import torch
 from octopus_trl import Trace, prepare_model
 from octopus_trl.maths import dag
 from octopus_trl.train.rows import logical_tokens
-from scripts.bench_cases import command, layers, mix, train, train_mix
+from scripts.bench_cases import command, layers, mix, train, train_mix, train_ways
 from scripts.bench_cases.limits import H200, Rates, Shapes
 from scripts.bench_cases.setting import Setting, WrongResult
 from scripts.bench_cases.sizes import SIZES
+from scripts.bench_cases.train_ways import Way
 from scripts.bench_cases.train_work import UpdateFlops, chain_rows, seen_pairs, without_reads
 from tests.tiny import VOCAB, random_trace, tiny_hybrid
 
@@ -79,12 +81,32 @@ def test_flops_count_each_weight_twice_either_way(model: Any) -> None:
 
 def test_rows_that_differ_end_the_case(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = frozen("train_r3", scale=512)
-    train.check_rows(model, trace, torch.float32)
+    train.check_rows(model, trace, torch.float32, Way())
     honest = train.score
     calls = iter((0.0, 0.01))
     monkeypatch.setattr(train, "score", lambda *given: honest(*given) + next(calls))
-    with pytest.raises(WrongResult, match="packed and separate rows differ"):
-        train.check_rows(model, trace, torch.float32)
+    with pytest.raises(WrongResult, match="packed against rows: .*: they differ"):
+        train.check_rows(model, trace, torch.float32, Way())
+
+
+def test_layers_that_compute_something_else_end_the_case(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = frozen("train_r3", scale=512)
+    train_ways.check_ways(model, trace, torch.float32)
+    honest = train_ways.score
+    calls = iter((0.0, 0.0, 0.01))
+    monkeypatch.setattr(train_ways, "score", lambda *given: honest(*given) + next(calls))
+    with pytest.raises(WrongResult, match="fused layers against stock layers: .*: they differ"):
+        train_ways.check_ways(model, trace, torch.float32)
+
+
+def test_ways_that_do_not_fit_the_budget_are_not_run(model: Any) -> None:
+    trace = frozen("train_r3", scale=512)
+    setting = Setting(sizes=SIZES["tiny"], budget_s=0.0, kept={"model": model})
+    found = list(train_ways.ways(setting, model, trace, Way(), (1.0, 1.0), 0.1))
+    assert [line.value for line in found] == [None] * 4
+    assert all("budget 0 s" in line.case for line in found)
 
 
 def test_without_reads_nothing_is_mounted_and_all_tokens_stay() -> None:
@@ -95,17 +117,28 @@ def test_without_reads_nothing_is_mounted_and_all_tokens_stay() -> None:
 
 
 def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(Rates, "of", lambda *_: H200)
-    monkeypatch.setattr(train, "SHAPES", ("train_r3",))
-    monkeypatch.setattr(train, "REPEATS", 1)
+    monkeypatch.setattr(train_ways, "REPEATS", 1)
+    profiled: list[str] = []
+    monkeypatch.setattr(train, "write_profile", lambda path, *_, **__: profiled.append(path.name))
     names = [name for name, _ in model.named_parameters()]
     sizes = replace(SIZES["tiny"], train_scale=512, train_tokens=240)
-    setting = Setting(sizes=sizes, kept={"model": model})
+    setting = Setting(
+        sizes=sizes, mixes=["train_r3"], fused_layers=True, profile=tmp_path, kept={"model": model}
+    )
     found = list(command.run_case("train", setting, asked=True))
     assert not any(failed for _, failed in found), found
-    speed, tokens, memory, host, longest, peak, *tiled = (line for line, _ in found)
+    lines = [line for line, _ in found]
+    (speed, tokens, memory), ways, rest = lines[:3], lines[3:7], lines[7:]
+    host, longest, peak, *tiled = rest
+    assert [line.unit for line in ways] == [
+        *["times faster than stock layers"] * 2,
+        *["times as long"] * 2,
+    ]
+    assert all(line.value and line.baseline[1] for line in ways)
+    assert profiled == ["train_r3.txt", "row_226.txt", "row_706.txt"]
     assert speed.unit == "times faster than separate rows"
     assert speed.limit == pytest.approx(train_mix.dedup_ratio(frozen("train_r3", scale=512)))
     assert tokens.share is not None
@@ -114,7 +147,10 @@ def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
     assert peak.value is None
     assert host.value is not None
     assert longest.value is not None
-    assert tiled[1].case.startswith("706 unique tokens in one row, MLPs by 30 and inputs")
+    what = "706 unique tokens in one row, fused layers, MLPs by 30 and inputs"
+    assert tiled[1].case.startswith(what)
+    assert tiled[1].case.endswith("first call")
+    assert "first call" not in longest.case
     assert [line.value is None for line in tiled] == [False, False, True]
     assert not any(getattr(module, "octopus_tile_tokens", None) for module in model.modules())
     assert [name for name, _ in model.named_parameters()] == names
