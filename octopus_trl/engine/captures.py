@@ -21,7 +21,9 @@ class Captures:
         self._pool: Any = None
 
     def rehearse(self, run: Callable[[], object]) -> None:
-        """Run work once, so that kernels compile and libraries take their memory."""
+        """Run work on the stream of captures, after what was launched and before what will be, so
+        that kernels compile and libraries take their memory.
+        """
         current, side = torch.cuda.current_stream(self._place), _side_stream(self._place)
         side.wait_stream(current)
         with torch.cuda.stream(side):

@@ -193,8 +193,10 @@ class PrefillPass:
     def _prepared(self, size: _Size) -> Callable[[], object]:
         """Give the call that runs a padded pass: a graph's replay, or the operations themselves."""
         run = self._operations(size.rows, size, self._ends[: size.runs])
-        if not self.capture or size not in self._ran:
+        if not self.capture:
             return run
+        if size not in self._ran:
+            return lambda: self._captures.rehearse(run)
         if size not in self._graphs:
             begin = time.perf_counter()
             self._graphs[size] = self._captures.capture(run)
