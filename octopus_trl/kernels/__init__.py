@@ -35,6 +35,7 @@ _OPERATIONS = {
     "gather_slots": ("paging", False),
     "sample": ("sampling", True),
     "gated_delta_pool_step": ("delta_pool", True),
+    "delta_gates": ("delta_pool", True),
     "rms_norm": ("norms", True),
     "gated_rms_norm": ("norms", True),
     "swiglu": ("gates", True),

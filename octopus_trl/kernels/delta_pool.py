@@ -1,4 +1,4 @@
-"""One decode step of a gated delta layer in one Triton launch.
+"""One decode step of a gated delta layer in one Triton launch, the gates of a prefill in another.
 
 A program owns one row and one key head with the value heads that read it, so that every channel of
 a convolution tail is read and written by one program and a step in place needs no second launch.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octopus_trl.kernels._triton import (
     await_inputs,
+    begin,
     early,
     release_next,
     tl,
@@ -43,6 +44,39 @@ class Tiling(NamedTuple):
 # 2026-12-01, H200, us at 16, 64, 128 rows: 24, 80, 153; three tiles of 32 in flight 26, 88, 167.
 TILING = Tiling(columns=64, warps=4, stages=2)
 _THREADS = 32  # of a warp
+_GATES = 256  # of a program
+
+
+def delta_gates(a: Tensor, *, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Give decay and write strength of rows, as ``maths.delta_pool.delta_gates``.
+
+    Args:
+        a, b: [R, HV], rows of any stride (float64 takes the reference); A_log, dt_bias: [HV].
+
+    Returns:
+        g and beta, [R, HV] float32.
+    """
+    if a.dtype == torch.float64 or a.shape[0] == 0:
+        return maths.delta_gates(a, b=b, A_log=A_log, dt_bias=dt_bias)
+    rows, heads = a.shape
+    g = torch.empty(rows, heads, dtype=torch.float32, device=a.device)
+    beta = torch.empty_like(g)
+    _delta_gates[(triton.cdiv(rows * heads, _GATES),)](
+        a,
+        b,
+        A_log,
+        dt_bias,
+        g,
+        beta,
+        a.stride(0),
+        b.stride(0),
+        rows * heads,
+        HEADS=heads,
+        BLOCK=_GATES,
+        **early(a.device, rows),
+        num_warps=4,
+    )
+    return g, beta
 
 
 def gated_delta_pool_step(
@@ -138,6 +172,35 @@ def gated_delta_pool_step(
         num_warps=max(1, min(TILING.warps, key_block * columns // _THREADS)),
     )
     return out
+
+
+@triton.jit
+def _delta_gates(
+    a: tl.tensor,
+    b: tl.tensor,
+    a_log: tl.tensor,
+    dt_bias: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
+    a_stride: tl.tensor,
+    b_stride: tl.tensor,
+    count: tl.tensor,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    begin(EARLY)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    row = (place // HEADS).to(tl.int64)
+    head = place % HEADS
+    shift = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
+    shift += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
+    rate = tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32)
+    tl.store(g + place, -tl.exp(rate) * _softplus(shift), mask=inside)
+    strength = tl.load(b + row * b_stride + head, mask=inside, other=0.0)
+    rounded = tl.sigmoid(strength.to(tl.float32)).to(b.dtype.element_ty)
+    tl.store(beta + place, rounded.to(tl.float32), mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""One decode step of a gated delta layer over the slots of its pools.
+"""One decode step of a gated delta layer over the slots of its pools, and the gates of any rows.
 
 Axes: R rows, S slots (slot 0 is the zero state), C channels, W taps, HK and HV key and value heads,
 K and V their dims; C = 2 HK K + HV V, in the order q, k, v.
@@ -13,6 +13,22 @@ from torch.nn import functional as F
 from octopus_trl.maths.conv import causal_conv_step
 from octopus_trl.maths.delta_rule import gated_delta_step
 from octopus_trl.maths.norms import gated_rms_norm
+
+
+def delta_gates(a: Tensor, *, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Give what rows forget and how strongly they write: ``g = -exp(A_log) softplus(a + dt_bias)``
+    and ``beta = sigmoid(b)``.
+
+    Args:
+        a, b: [R, HV] outputs of in_proj_a and in_proj_b.
+        A_log, dt_bias: [HV].
+
+    Returns:
+        g and beta [R, HV] in float32 (float64 for float64 inputs), beta rounded to the dtype of b.
+    """
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    g = -A_log.to(wide).exp() * F.softplus(a.to(wide) + dt_bias)
+    return g, b.sigmoid().to(wide)
 
 
 def gated_delta_pool_step(
@@ -64,13 +80,13 @@ def gated_delta_pool_step(
         mixed[live], weight=conv_weight, bias=conv_bias, tail=tails.index_select(0, source)
     )
     q, k, v = x.split([num_key_heads * key_dim, num_key_heads * key_dim, heads * value_dim], dim=-1)
-    wide = torch.float64 if mixed.dtype == torch.float64 else torch.float32
+    g, beta = delta_gates(a[live], b=b[live], A_log=A_log, dt_bias=dt_bias)
     o, state = gated_delta_step(
         q.unflatten(-1, (num_key_heads, key_dim)),
         k=k.unflatten(-1, (num_key_heads, key_dim)),
         v=v.unflatten(-1, (heads, value_dim)),
-        g=-A_log.to(wide).exp() * F.softplus(a[live].to(wide) + dt_bias),
-        beta=b[live].sigmoid(),
+        g=g,
+        beta=beta,
         state=states.index_select(0, source),
     )
     tails.index_copy_(0, target, tail)

@@ -37,6 +37,7 @@ OPERATIONS = (
     "rotary_tables",
     "dag_decode_attention",
     "gated_delta_pool_step",
+    "delta_gates",
     "causal_conv",
     "gated_delta_rule",
 )
@@ -350,12 +351,13 @@ class FusedModel:
             cu_seqlens=rows.cu_seqlens,
         )
         q, k, v = conv.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
+        g, beta = self._ops["delta_gates"](a, b=b, A_log=mixer.A_log, dt_bias=mixer.dt_bias)
         out, state = self._ops["gated_delta_rule"](
             q.unflatten(-1, (mixer.num_k_heads, -1)).contiguous(),
             k=k.unflatten(-1, (mixer.num_k_heads, -1)).contiguous(),
             v=v.unflatten(-1, (mixer.num_v_heads, -1)).contiguous(),
-            g=-mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias),
-            beta=b.sigmoid(),
+            g=g,
+            beta=beta,
             initial_state=states.index_select(0, rows.read_states),
             cu_seqlens=rows.cu_seqlens,
         )

@@ -131,6 +131,28 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     assert delta_pool.gated_delta_pool_step(**{**given, **none}).shape == (0, 4)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 63, 64, 65])
+@pytest.mark.parametrize("heads", [3, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_gates_equal_float64_to_the_precision_of_float32(
+    rows: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    wide = torch.full((rows, 2 * heads + 16), POISON, device=device)
+    wide[:, : 2 * heads] = 12 * torch.randn(rows, 2 * heads, device=device)
+    b, a, _ = wide.to(dtype).split([heads, heads, 16], dim=-1)
+    A_log, dt_bias = (torch.randn(heads, device=device).to(dtype) for _ in range(2))
+    g, beta = delta_pool.delta_gates(a, b=b, A_log=A_log, dt_bias=dt_bias)
+    exact, exact_beta = maths.delta_gates(
+        a.cpu().double(), b=b.cpu().double(), A_log=A_log.cpu().double(),
+        dt_bias=dt_bias.cpu().double(),
+    )  # fmt: skip
+    assert g.dtype == beta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(g.cpu().double(), exact, rtol=3e-6, atol=1e-12)
+    assert torch.equal(beta, beta.to(dtype).to(beta.dtype)), "rounded as the layer rounds it"
+    limit = 1e-3 if dtype == torch.float16 else 1e-6
+    torch.testing.assert_close(beta.cpu().double(), exact_beta, rtol=limit, atol=1e-6)
+
+
 QWEN = Sizes(key_heads=16, heads=32, key_dim=128, value_dim=128)
 
 
