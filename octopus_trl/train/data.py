@@ -30,16 +30,22 @@ class EpochSampler(RepeatSampler):
         yield from super().__iter__()
 
 
-def check_questions(dataset: Any, name: str, *, at_least: int = 1) -> Any:
+def check_questions(dataset: Any, name: str, *, at_least: int = 1, optional: bool = False) -> Any:
     """Check a data set of questions.
 
     Args:
         at_least: questions of one generation; a smaller set would train on nothing.
+        optional: whether there may be none.
     Raises:
-        ConfigError: no `prompt` or `question` column, too few rows, or a stream.
+        ConfigError: no `prompt` or `question` column, too few rows, a stream, or none.
     """
     if dataset is None:
-        return None
+        if optional:
+            return None
+        raise ConfigError(
+            f"{name} is None: give rows with prompt or question (scripts/train.py: train_file, "
+            "eval_file or num_eval_questions); without an eval_dataset set eval_strategy: no"
+        )
     if isinstance(dataset, Mapping):
         return {key: check_questions(part, f"{name}[{key}]") for key, part in dataset.items()}
     if isinstance(dataset, list):

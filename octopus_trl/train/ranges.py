@@ -27,19 +27,26 @@ _AT_LEAST_ONE = (
     "max_path_tokens",
     "mlp_tile_tokens",
     "num_generations_eval",
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
     "num_iterations",
     "steps_per_generation",
     "push_attempts",
 )
 _NOT_NEGATIVE = (
+    "adam_epsilon",
     "beta",
     "credit_weight",
+    "dataloader_num_workers",
     "epsilon_high",
     "learning_rate",
     "max_grad_norm",
     "push_wait_s",
     "trace_every",
+    "weight_decay",
 )
+_BELOW_ONE = ("adam_beta1", "adam_beta2")
 
 
 def check_ranges(config: OctopusGRPOConfig) -> None:
@@ -88,6 +95,9 @@ def _check_numbers(config: OctopusGRPOConfig) -> None:
         if value is not None and not 0 <= value < math.inf:
             hint = "; 0 writes none" if name == "trace_every" else ""
             raise ConfigError(f"{name}={value}: must be at least 0 and finite{hint}")
+    for name in _BELOW_ONE:
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)}: must lie in [0, 1)")
     if not 0 <= config.epsilon < 1:
         raise ConfigError(
             f"epsilon={config.epsilon}: must lie in [0, 1), the ratio is clipped to at least "

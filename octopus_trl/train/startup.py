@@ -176,6 +176,8 @@ def make_output_folder(path: str | Path, setting: str = "output_dir") -> Path:
     Raises:
         ConfigError: it cannot be made, or nothing can be written there.
     """
+    if not str(path):
+        raise ConfigError(f"{setting} is empty: name a folder")
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):

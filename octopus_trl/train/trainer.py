@@ -134,7 +134,9 @@ class OctopusGRPOTrainer(
             train_dataset=check_questions(
                 train_dataset, "train_dataset", at_least=questions_per_generation(args)
             ),
-            eval_dataset=check_questions(eval_dataset, "eval_dataset"),
+            eval_dataset=check_questions(
+                eval_dataset, "eval_dataset", optional=args.eval_strategy == "no"
+            ),
             processing_class=processing_class,
             peft_config=peft_config,
             **kwargs,

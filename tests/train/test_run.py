@@ -173,6 +173,19 @@ def test_a_batch_without_whole_groups_is_refused(tmp_path: Path) -> None:
         trainer._generate_and_score_completions(asked_rows(3))
 
 
+@pytest.mark.parametrize("missing", ["train_dataset", "eval_dataset"])
+def test_questions_that_a_run_needs_and_does_not_have_are_one_clear_error(
+    tmp_path: Path, missing: str
+) -> None:
+    asked = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+    args = OctopusGRPOConfig(**{**SETTINGS, "output_dir": str(tmp_path), **asked})
+    rows = {"train_dataset": asked_rows(2), "eval_dataset": asked_rows(2)}
+    del rows[missing]
+    model = tiny_hybrid(0, vocab_size=1024)
+    with pytest.raises(ConfigError, match=f"{missing} is None: give rows"):
+        OctopusGRPOTrainer(model, exact_match, args, processing_class=tokenizer(), **rows)
+
+
 def test_a_model_given_by_its_folder_is_loaded_as_a_text_model(tmp_path: Path) -> None:
     tiny_hybrid(0, vocab_size=1024, eos_token_id=1).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")

@@ -96,6 +96,7 @@ def test_a_run_on_a_corpus_of_ones_own_saves_model_state_and_traces(
         ({"resume_from_checkpoint": "true"}, "no whole checkpoint under"),
         ({"model_name_or_path": "no/where/at/all"}, "model_name_or_path=no/where/at/all: no such"),
         ({"output_dir": "/proc/none"}, "output_dir=/proc/none: cannot be written"),
+        ({"output_dir": ""}, "output_dir is empty: name a folder"),
         ({"dtype": "float99"}, "dtype='float99': must be one of auto, bfloat16"),
         ({"window": [3]}, r"window=\[3\]: must be one number"),
         ({"window": "many"}, "invalid int value: 'many'"),
