@@ -273,15 +273,19 @@ def test_the_planned_mlp_is_what_autograd_keeps_of_it(autocast: bool) -> None:
     assert real <= planned <= 1.25 * real
 
 
-def test_planned_rows_lie_near_four_peaks_that_an_h200_measured() -> None:
-    """Qwen3.5-4B's shapes, bf16, LoRA r = 16, checkpointing: stock layers on 2026-11-30, packed
-    rows on 2026-12-01 (data/bench/train.jsonl line 3, theirs and ours).
+PEAKS = {8_192: 15.3, 16_384: 16.7}  # GiB, stock layers, 2026-11-30
+PACKED = {13_511: 13.8, 15_988: 14.9, 25_089: 18.75, 75_734: 40.3, 128_016: 62.6, 131_072: 64.0}
+
+
+def test_planned_rows_lie_near_the_peaks_that_an_h200_measured() -> None:
+    """Qwen3.5-4B's shapes, bf16, LoRA r = 16, checkpointing; packed rows are those of
+    data/bench/train.jsonl of 2026-12-01, theirs and ours.
     """
     config = AutoConfig.for_model("qwen3_5_text", **QWEN35_4B)
     model = build(config, torch.bfloat16, peft_config=adapter(r=16))
     found = Footprint.of(model, autocast=True, checkpointing=True)
     held = found.frozen_bytes + 2 * found.trained_bytes
-    for tokens, peak in ((8_192, 15.3), (16_384, 16.7), (25_089, 18.75), (75_734, 40.34)):
+    for tokens, peak in {**PEAKS, **PACKED}.items():
         assert (held + found.row_bytes(tokens)) / GIB == pytest.approx(peak, rel=0.16)
 
 
