@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octopus_trl.agent.thread import Agenda, Fed, Thread, draw_seed
 from octopus_trl.agent.tools import Result, ToolCall
-from octopus_trl.errors import BudgetExceeded
+from octopus_trl.errors import BudgetExceeded, ConfigError
 
 if TYPE_CHECKING:
     from octopus_trl.agent.episode import Episode
@@ -29,8 +29,17 @@ CURSORS = ("fork_cursor", "boundary", "origin", "cursor")
 
 
 def start(episode: Episode, thread: Thread) -> None:
-    """Let a thread write its first turn after its prompt."""
+    """Let a thread write its first turn after its prompt.
+
+    Raises:
+        ConfigError: a prompt that nobody could write a word after.
+    """
     config = episode.config
+    if thread.num_turns == 0 and thread.num_own >= config.window:
+        raise ConfigError(
+            f"window={config.window}: the prompt alone has {thread.num_own} tokens; raise window, "
+            "or shorten the question, the system prompt or the tools' texts (compact_tools)"
+        )
     if config.reads_others and not config.deterministic:
         thread.origin = episode.engine.fork(thread.cursor)
     thread.last_turn = None

@@ -462,11 +462,14 @@ def test_a_rewind_gives_window_back_even_in_the_last_turn_of_a_full_window() -> 
     assert "last turn" not in script.contexts[1, 4]
 
 
-def test_a_prompt_longer_than_the_window_is_cut_and_recorded() -> None:
+def test_a_prompt_longer_than_the_window_fails_with_its_length_and_is_recorded() -> None:
     trace, _, _ = play({}, window=4200, system_prompt="s" * 5000, compact_tools=True)
-    assert statuses(trace) == ["cut"]
+    assert statuses(trace) == ["failed"]
     assert trace.truncated
-    assert [s.kind for s in trace.segments] == ["prompt"]
+    [prompt] = trace.segments
+    assert prompt.kind == "prompt"
+    reason = f"window=4200: the prompt alone has {len(prompt.tokens)} tokens; raise window"
+    assert reason in trace.events[-1]["reason"]
 
 
 def test_a_turn_is_at_most_max_new_tokens_long() -> None:

@@ -17,6 +17,7 @@ import yaml
 
 from octopus_trl.errors import ConfigError, OctopusError, StaleVersion
 from octopus_trl.eval.seal_join_studio import WORLD_ROLLOUT
+from octopus_trl.trace_files import read_traces
 from octopus_trl.train.checkpoint import STAGING, publish
 from octopus_trl.train.checks import MARK
 from octopus_trl.train.config_table import DOCUMENT, render
@@ -38,7 +39,7 @@ FAST = {
     "max_new_tokens": 4,
     "num_pages": 400,
     "num_states": 16,
-    "window": 1024,
+    "window": 4096,
     "save_strategy": "no",
     "dtype": "float32",
 }
@@ -79,7 +80,18 @@ def test_a_run_on_a_corpus_of_ones_own_saves_model_state_and_traces(
     for name in ("model.safetensors", "tokenizer.json", "trainer_state.json", "README.md"):
         assert (out / name).is_file(), name
     (file,) = (out / "traces").iterdir()
-    assert len(file.read_text().splitlines()) == 2
+    traces = list(read_traces(file))
+    assert len(traces) == 2
+    assert all(trace.num_owned for trace in traces)
+
+
+def test_prompts_that_fill_the_window_are_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: Path, corpus: Path, capsys: Any
+) -> None:
+    settings: dict[str, Any] = {"model_name_or_path": str(policy), "data": str(corpus)}
+    assert launch(monkeypatch, tmp_path, **settings, window=1024) == 0
+    said = capsys.readouterr().err
+    assert "2 threads failed in 2 episodes: ConfigError: window=1024: the prompt alone has" in said
 
 
 @pytest.mark.parametrize(
