@@ -102,6 +102,8 @@ def main() -> int:
     written = {"model": asked.adapter or asked.model, "max_output_tokens": config.max_new_tokens}
     summary = evaluation.finish(browsecomp=written if asked.browsecomp_runs else None)
     print(json.dumps(summary, indent=1))
+    for line in evaluation.failures:
+        print(line, file=sys.stderr)
     if "accuracy" in summary:
         share = summary["accuracy"]
         low, high = summary["interval_95"]

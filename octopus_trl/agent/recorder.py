@@ -5,9 +5,10 @@ The same rules as `Trace.check` (DESIGN §2), kept up to date segment by segment
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from octopus_trl.trace import Segment
+from octopus_trl.trace import Segment, Trace
 
 
 class Recorder:
@@ -79,3 +80,17 @@ class Recorder:
     def tokens(self, segments: Sequence[int]) -> list[int]:
         """Concatenate the tokens of these segments."""
         return [token for segment in segments for token in self.segments[segment].tokens]
+
+
+def failures(traces: Sequence[Trace]) -> list[str]:
+    """Say why threads failed, a line for each reason; an episode goes on without its own."""
+    reasons = Counter(
+        str(event.get("reason"))
+        for trace in traces
+        for event in trace.events
+        if event.get("type") == "end" and event.get("status") == "failed"
+    )
+    return [
+        f"{count} threads failed in {len(traces)} episodes: {reason}"
+        for reason, count in reasons.most_common()
+    ]

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from octopus_trl.agent.recorder import failures
 from octopus_trl.agent.rollout import EpisodeRunner, prompt_id_of
 from octopus_trl.errors import ConfigError
 from octopus_trl.eval.grader import AnswerReward, Grade
@@ -97,6 +98,9 @@ class Evaluation:
         setting: what the result depends on; a folder keeps one.
         private: keep the questions out of everything written in clear.
 
+    Attributes:
+        failures: after `finish`, why threads failed, a line for each reason.
+
     Raises:
         ConfigError: two rows share an id, or the folder holds another setting.
     """
@@ -113,6 +117,7 @@ class Evaluation:
         self.folder, self.grader, self.setting = folder, grader, dict(setting)
         self.rows = {prompt_id_of(row): row for row in rows}
         self._private = private
+        self.failures: list[str] = []
         self._exact = AnswerReward()
         if len(self.rows) < len(rows):
             ids = [prompt_id_of(row) for row in rows]
@@ -171,6 +176,7 @@ class Evaluation:
             for trace in read_traces(self.folder / "traces.jsonl")
             if trace.prompt_id in self.rows
         ]
+        self.failures = failures(traces)
         stages = self._grade(traces)
         write_records(
             self.folder / "records.jsonl",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,20 +118,6 @@ def depth_of(trace: Trace) -> int:
     for thread in trace.threads:  # a thread is younger than the one that forked it
         depths[thread.id] = 0 if thread.parent is None else depths[thread.parent] + 1
     return max(depths.values(), default=0)
-
-
-def failures(traces: Sequence[Trace]) -> list[str]:
-    """Say why threads failed, a line for each reason; an episode goes on without its own."""
-    reasons = Counter(
-        str(event.get("reason"))
-        for trace in traces
-        for event in trace.events
-        if event.get("type") == "end" and event.get("status") == "failed"
-    )
-    return [
-        f"{count} threads failed in {len(traces)} episodes: {reason}"
-        for reason, count in reasons.most_common()
-    ]
 
 
 def measure_engine(meter: Meter, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

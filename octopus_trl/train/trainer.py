@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
+from octopus_trl.agent.recorder import failures
 from octopus_trl.agent.rollout import EpisodeRunner
 from octopus_trl.errors import ConfigError
 from octopus_trl.models import prepare_model, spec_of
@@ -269,7 +270,7 @@ class OctopusGRPOTrainer(
     def _measure_generation(
         self, traces: Sequence[Trace], stats: dict[str, Any], seconds: float, mode: str
     ) -> None:
-        for message in records.failures(traces):
+        for message in failures(traces):
             say(message)
         meter = Meter(records.GENERATION_MEANS, records.GENERATION_PEAKS)
         records.measure_episodes(meter, traces)

@@ -16,7 +16,7 @@ from octopus_trl.eval.records import read_records, record_of, write_browsecomp
 from octopus_trl.eval.run import Evaluation, RecordingTools
 from octopus_trl.protocols import Page, SearchHit
 from octopus_trl.trace import Segment, ThreadRecord, Trace
-from octopus_trl.trace_files import read_traces
+from octopus_trl.trace_files import TraceWriter, read_traces
 
 ROWS = [
     {
@@ -109,6 +109,22 @@ def test_a_killed_evaluation_repeats_no_question_and_loses_none(tmp_path: Path) 
     assert summary["statistics"]["gold_recall"] == 0.5
     assert summary["bootstrap_95"][0] <= 4 / 7 <= summary["bootstrap_95"][1]
     assert list(read_records(tmp_path / "records.jsonl")) == [row["id"] for row in ROWS]
+
+
+def test_threads_that_failed_are_told_by_reason(tmp_path: Path) -> None:
+    one = evaluation(tmp_path)
+    with TraceWriter(tmp_path / "traces.jsonl") as writer:
+        for at, row in enumerate(ROWS):
+            trace = episode(str(row["id"]), at)
+            reason = "ConfigError: window=8" if at else "the root has ended"
+            status = "failed" if at else "cut"
+            trace.events.append({"type": "end", "thread": 0, "status": status, "reason": reason})
+            writer.append(trace)
+    one.finish()
+    failed = len(ROWS) - 1
+    assert one.failures == [
+        f"{failed} threads failed in {len(ROWS)} episodes: ConfigError: window=8"
+    ]
 
 
 def test_a_limit_is_raised_later_and_another_setting_is_refused(tmp_path: Path) -> None:
