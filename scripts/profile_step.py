@@ -95,7 +95,7 @@ def engine_of(model: Any, asked: argparse.Namespace) -> Engine:
         merge_adapters=asked.merge,
     )
     if asked.eager and engine._paths.passes is not None:
-        engine._paths.passes.steps.capture = False
+        engine._paths.passes.steps.capture = engine._paths.passes.prefill.capture = False
     return engine
 
 
