@@ -80,11 +80,13 @@ def run(setting: Setting) -> Iterator[Line]:
                 if first:
                     with natural_logits(model):
                         check_ways(model, trace, dtype)
-                lines, ours = compare(setting, model, trace, flops, way)
-            yield from lines
+                ours = alone(setting, model, trace, way)
             speed = work / ours[0]
             if first:
                 yield from ways(setting, model, trace, way, ours, work / setting.rates.flops)
+            with setting.busy(name):
+                lines = compare(setting, model, trace, flops, way, ours)
+            yield from lines
         yield from longest_row(setting, model, flops, speed, way)
         yield from longest_row(setting, model, flops, speed, way, times=3)
 
@@ -154,24 +156,38 @@ def check_rows(model: Any, trace: Trace, dtype: torch.dtype, way: Way) -> None:
     check_close(what, packed, joined, dtype)
 
 
+def alone(setting: Setting, model: Any, trace: Trace, way: Way) -> tuple[float, float]:
+    """Measure, and profile where that is asked for, a packed update; give seconds and peak GiB."""
+    call = partial(update, model, [trace], way)
+    found = measured(setting, call)
+    if setting.profile is not None:
+        write_profile(setting.profile / f"{trace.episode_id}.txt", call, steps=PROFILED)
+    return found
+
+
 def compare(
-    setting: Setting, model: Any, trace: Trace, flops: UpdateFlops, way: Way
-) -> tuple[list[Line], tuple[float, float]]:
-    """Measure packed and separate rows on one episode; give the lines, our seconds and peak GiB."""
+    setting: Setting,
+    model: Any,
+    trace: Trace,
+    flops: UpdateFlops,
+    way: Way,
+    ours: tuple[float, float],
+) -> list[Line]:
+    """Measure separate rows of an episode against `ours`, seconds and peak GiB of the one row."""
     rows = [chain.trace for chain in chain_rows(trace)]
     unique, ratio = sum(trace.lengths), dedup_ratio(trace)
     logical = sum(sum(row.lengths) for row in rows)
     what = f"update of {trace.episode_id}, {unique:,} unique tokens, r {ratio:.2f}"
     if way.fused:
         what += ", fused layers"
-    call = partial(update, model, [trace], way)
-    ours_s, ours_peak = measured(setting, call)
-    if setting.profile is not None:
-        path = setting.profile / f"{trace.episode_id}.txt"
-        write_profile(path, call, steps=PROFILED)
+    ours_s, ours_peak = ours
+    share = f"{what}: MFU, FLOPs of {UpdateFlops.__name__}"
+    rate, limit = unique / ours_s, unique * setting.rates.flops / flops.count(row_of([trace]))
+    needed = (1 + timed_calls(ratio * ours_s)) * ratio * ours_s
+    if not setting.fits(needed):
+        without = Line.not_run(what, setting.out_of_budget(needed))
+        return [without, Line.rate(share, rate, "unique tokens/s", limit)]
     passes, theirs_s, theirs_peak = fewest_passes(setting, model, rows, way)
-    ours_flops = flops.count(row_of([trace]))
-    ours_mfu = ours_flops / ours_s / setting.rates.flops
     theirs_mfu = sum(flops.count(row_of(part)) for part in split(rows, passes)) / theirs_s
     name = f"branches as {len(rows)} varlen rows of {logical:,} tokens in {passes} passes"
     lines = [
@@ -183,10 +199,10 @@ def compare(
             baseline=(f"{name}, s", theirs_s),
         ),
         Line.rate(
-            f"{what}: MFU, FLOPs of {UpdateFlops.__name__}",
-            unique / ours_s,
+            share,
+            rate,
             "unique tokens/s",
-            unique / ours_s / ours_mfu,
+            limit,
             baseline=(f"{name}, MFU", theirs_mfu / setting.rates.flops),
         ),
     ]
@@ -205,7 +221,7 @@ def compare(
                 baseline=(f"{name}, GiB", theirs_peak),
             )
         )
-    return lines, (ours_s, ours_peak)
+    return lines
 
 
 def fewest_passes(

@@ -101,12 +101,19 @@ def test_layers_that_compute_something_else_end_the_case(
         train_ways.check_ways(model, trace, torch.float32)
 
 
-def test_ways_that_do_not_fit_the_budget_are_not_run(model: Any) -> None:
+def test_what_does_not_fit_the_budget_is_not_run(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rates, "of", lambda *_: H200)
     trace = frozen("train_r3", scale=512)
     setting = Setting(sizes=SIZES["tiny"], budget_s=0.0, kept={"model": model})
     found = list(train_ways.ways(setting, model, trace, Way(), (1.0, 1.0), 0.1))
     assert [line.value for line in found] == [None] * 4
     assert all("budget 0 s" in line.case for line in found)
+    flops = UpdateFlops(Shapes.of(model), hidden_size=48, vocab_size=VOCAB, adapter_weights=0)
+    rows, rate = train.compare(setting, model, trace, flops, Way(), (1.0, 1.0))
+    assert rows.value is None
+    assert rate.value == sum(trace.lengths)
 
 
 def test_without_reads_nothing_is_mounted_and_all_tokens_stay() -> None:
@@ -131,7 +138,7 @@ def test_the_case_runs_on_a_cpu_and_leaves_the_model_as_it_was(
     found = list(command.run_case("train", setting, asked=True))
     assert not any(failed for _, failed in found), found
     lines = [line for line, _ in found]
-    (speed, tokens, memory), ways, rest = lines[:3], lines[3:7], lines[7:]
+    ways, (speed, tokens, memory), rest = lines[:4], lines[4:7], lines[7:]
     host, longest, peak, *tiled = rest
     assert [line.unit for line in ways] == [
         *["times faster than stock layers"] * 2,
