@@ -49,10 +49,10 @@ def check(
     first = next(iter(given.values()))
     grad = torch.randn_like(first)
     found = results(fast, given, grad)
-    wide = {name: x.cpu().double() for name, x in given.items()}
-    for got, want in zip(found, results(exact, wide, grad.cpu()), strict=True):
+    wide = {name: x.double() for name, x in given.items()}
+    for got, want in zip(found, results(exact, wide, grad), strict=True):
         assert got.isfinite().all()
-        error = (got.cpu().double() - want).norm() / want.norm()
+        error = (got.double() - want).norm() / want.norm()
         assert error <= LIMIT[first.dtype], error
 
 
@@ -175,7 +175,7 @@ def test_leading_axes_and_strides_are_those_of_heads(device: torch.device) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("rows", [63, 70_001])
+@pytest.mark.parametrize("rows", [63, 20_001])
 def test_layers_of_a_real_model(rows: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     check_norm(rows, 2560, dtype, device, centered=True)
