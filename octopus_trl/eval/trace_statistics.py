@@ -289,7 +289,7 @@ def statistics_of(traces: Iterable[Trace]) -> dict[str, Any]:
     """
     figures = [figures_of(trace) for trace in traces]
     if not figures:
-        raise ConfigError("no episodes: the file of traces is empty")
+        raise ConfigError("no episodes: give traces with at least one whole line")
     estimates = {"fork_on_first_turn": share([one.forked_first for one in figures])}
     for key, (part, whole) in RATIOS.items():
         estimates[key] = ratio([part(one) for one in figures], [whole(one) for one in figures])
