@@ -46,8 +46,14 @@ class Captures:
         return graph
 
     def release(self) -> None:
-        """Let go of the pool; its memory is free when the last graph is."""
-        self._pool = None
+        """Let go of the pool, before the graphs that hold it; nothing of theirs is under way then.
+
+        A pool whose graphs are all gone cannot be captured into again.
+        """
+        if self._pool is not None:
+            # An allocator that gives memory back waits for the stream of captures, not for replays.
+            torch.cuda.synchronize(self._place)
+            self._pool = None
 
 
 @functools.cache

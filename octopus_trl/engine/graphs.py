@@ -172,8 +172,8 @@ class DecodeSteps:
 
     def release(self) -> None:
         """Drop the captured steps and their memory."""
+        self._captures.release()
         self._graphs.clear()
-        self._captures.release()  # a pool whose graphs are all gone cannot be captured into again
         self._signature = ()
 
     def _begin(

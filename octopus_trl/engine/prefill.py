@@ -147,9 +147,9 @@ class PrefillPass:
 
     def release(self) -> None:
         """Drop the captured passes and their memory."""
+        self._captures.release()
         self._graphs.clear()
         self._ran.clear()  # other adapters may bring other kernels
-        self._captures.release()
         self._signature = ()
 
     def __call__(self, parts: Sequence[Part]) -> Tensor:
