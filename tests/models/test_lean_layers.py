@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from octopus_trl import score_traces
 from octopus_trl.models import lean_layers as module
 from octopus_trl.models.lean_layers import lean_layers
 from octopus_trl.models.mlp_tiles import tile_mlps
+from tests.kernels.interpreter import mend_loop_bounds
 from tests.parity.conftest import FAMILIES, prepared
 from tests.tiny import random_trace, tiny_dense, tiny_hybrid, with_lora
 
@@ -128,6 +130,24 @@ def test_norms_and_gates_are_those_of_the_modules(name: str, monkeypatch: Any) -
     assert ran["packed_rms_norm"] == len(norms)
     assert bool(ran["packed_swiglu"]) == (name != "granite")  # whose MLP is two products
     assert bool(ran["packed_gated_norm"]) == name.startswith("hybrid")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU's tensors need the interpreter")
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("name", ["hybrid", "dense"])
+def test_the_kernels_take_what_the_modules_get(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted: heads that lie apart in a wider product, gates, weights that train."""
+    pytest.importorskip("triton", reason="needs Triton: pip install 'triton>=3.6,<3.8'")
+    packed_layers = import_module("octopus_trl.kernels.packed_layers")
+    mend_loop_bounds()
+    monkeypatch.setattr(module, "select", lambda op, device: getattr(packed_layers, op))
+    model = built(name, lora=False)
+    want, want_grads = update(model)
+    found, grads = update(model, around=lean_layers(model, fused=True))
+    torch.testing.assert_close(found, want, atol=2e-5, rtol=2e-5)
+    assert grads.keys() == want_grads.keys()
+    for key, grad in want_grads.items():
+        assert (grads[key] - grad).norm() <= 1e-4 * grad.norm() + 1e-7, key
 
 
 @pytest.mark.usefixtures("everywhere")
