@@ -22,8 +22,8 @@ from octopus_trl.engine.turn import Turn
 from octopus_trl.errors import OctopusError
 
 MOST_ALONG = 64  # given tokens of a turn that may go with the decode steps, one a step
-# Given tokens that one iteration feeds in a pass of their own while others draw: about three decode
-# steps of 16 rows at what an H200 did on 2026-11-30 (35,000 tokens/s prefilled, 5.0 ms a step).
+# Given tokens that one iteration feeds in a pass of their own while others draw: four decode steps
+# of 16 rows on an H200 (17 ms and 4.4 ms, 2026-12-01).
 MOST_BESIDE = 512
 
 

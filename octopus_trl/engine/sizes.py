@@ -16,7 +16,7 @@ GPU_SHARE = 0.8  # of what is free when the engine is made; an optimizer may wan
 CPU_SHARE = 0.25  # of the free memory; pages cost nothing before their first use
 CPU_LIMIT = 8 << 30  # bytes
 PARKING_SHARE = 0.5  # of the free host memory, over all GPUs of the host
-GRAPH_BYTES = 512 << 20  # captured graphs and what kernels keep
+GRAPH_BYTES = 1 << 30  # captured graphs and what kernels keep
 ROW_ACTIVATIONS = 64  # hidden widths that a row of a prefill pass keeps at its widest layer
 LOGIT_BYTES = 32  # of one logit while it is drawn from
 # What memory is balanced for: a thread that owns so many tokens and two states, its boundary's and

@@ -141,7 +141,7 @@ class OctopusGRPOConfig(GRPOConfig):
         "rows fit; with `gradient_checkpointing`.",
     )
     fused_layers: bool = own(
-        False,
+        True,
         "On a GPU, run norms, SwiGLU and adapters of an update in one kernel each way; results "
         "are those of the modules up to the rounding of an adapter's sum.",
     )

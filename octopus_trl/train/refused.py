@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "use_liger_kernel": (
         (False,),
-        "TRL drops it in 2.0, and it has no gated norm and no adapter; set fused_layers: true",
+        "TRL drops it in 2.0, and it has no gated norm and no adapter; use fused_layers",
     ),
     "pad_to_multiple_of": ((None, "auto"), "packed rows are not padded; drop it"),
     "remove_unused_columns": ((False, None), "answers are columns that rewards read; drop it"),

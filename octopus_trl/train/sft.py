@@ -58,7 +58,7 @@ class OctopusSFTConfig(TrainingArguments):
     )
 
     fused_layers: bool = field(
-        default=False,
+        default=True,
         metadata={
             "help": "On a GPU, run norms, SwiGLU and adapters of an update in one kernel each way."
         },

@@ -41,7 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--profile", type=Path, metavar="FOLDER", help="write kernel times of decode and train"
     )
     parser.add_argument("--mixes", nargs="+", choices=list(SHAPES), help="of train; default: all")
-    parser.add_argument("--fused-layers", action="store_true", help="train with fused_layers: true")
+    parser.add_argument(
+        "--fused-layers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="of the trainer, in the case train",
+    )
     parser.add_argument("--commit", help="of the lines; default: what git says")
     asked = parser.parse_args(argv)
     for name in asked.case:

@@ -86,7 +86,7 @@ class Setting:
     budget_s: float | None = None
     profile: Path | None = None
     mixes: Sequence[str] | None = None
-    fused_layers: bool = False
+    fused_layers: bool = True
     sizes: Sizes = None  # type: ignore[assignment]
     begin_s: float = field(default_factory=time.perf_counter)
     kept: dict[str, Any] = field(default_factory=dict)
