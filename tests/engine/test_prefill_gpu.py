@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from octopus_trl.models import prepare_model
 from octopus_trl.protocols import SamplingParams
 from tests.engine.conftest import poison, tokens
 from tests.engine.padding import play_game, poison_padding, pools_of, prefill_of
-from tests.engine.test_cuda import VOCAB, dense_model, hybrid_model
+from tests.engine.test_cuda import VOCAB, dense_model, exact, hybrid_model
 from tests.tiny import tiny_dense
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -41,6 +42,14 @@ def engine_of(model: Any, **options: Any) -> Engine:
 
 def game(engine: Engine, seed: int, steps: int = STEPS) -> list[torch.Tensor]:
     return play_game(engine, seed, vocab=VOCAB, lengths=LENGTHS, steps=steps)
+
+
+def bytes_held() -> int:
+    """Bytes of the device in use; beside other workers those that torch took for this one."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return torch.cuda.memory_reserved()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def same_bits(one: list[torch.Tensor], two: list[torch.Tensor]) -> None:
@@ -76,20 +85,31 @@ def test_what_padding_holds_reaches_no_row_page_or_state(model: Any) -> None:
     assert prefill_of(poisoned)._graphs
 
 
-def test_replayed_passes_are_those_without_padding_up_to_rounding(
+def test_replayed_passes_are_as_near_to_float32_as_those_without_padding(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Padded products are summed by other kernels: two roundings may lie further apart than each
+    from what is exact.
+    """
     found = game(engine_of(model), 7)
     monkeypatch.setattr(prefill, "MOST_CAPTURED", 0)
     plain = engine_of(model)
     want = game(plain, 7)
     assert not prefill_of(plain)._ran
-    worst = 0.0
-    for ours, theirs in zip(found, want, strict=True):
-        one, two = ours.log_softmax(-1), theirs.log_softmax(-1)
-        worst = max(worst, (one.exp() * (one - two)).sum().item())
-    sys.stdout.write(f"largest KL between padded and unpadded passes: {worst:.2e}\n")
-    assert worst <= 3e-3
+    true = [logits.double().log_softmax(-1) for logits in game(engine_of(exact(model)), 7)]
+    padded, unpadded = (
+        torch.stack([
+            (one.exp() * (one - ours.cpu().double().log_softmax(-1))).sum()
+            for one, ours in zip(true, logits, strict=True)
+        ])
+        for logits in (found, want)
+    )  # fmt: skip
+    sys.stdout.write(
+        f"KL to float32, padded and unpadded: mean {padded.mean():.2e} and {unpadded.mean():.2e}, "
+        f"largest {padded.max():.2e} and {unpadded.max():.2e}\n"
+    )
+    assert padded.mean() <= 1.5 * unpadded.mean()
+    assert padded.max() <= 3 * unpadded.max()
 
 
 def test_every_length_of_a_size_is_replayed_right(hybrid: Any) -> None:
@@ -157,12 +177,12 @@ def test_graphs_go_with_sleep_and_come_again(hybrid: Any) -> None:
     torch.cuda.synchronize()
     engine.sleep()
     assert not prefill_of(engine)._graphs
-    before = torch.cuda.mem_get_info()[0]
+    before = bytes_held()
     for _ in range(2):
         engine.wake()
         poison(engine)
         same_bits(game(engine, 9), want)
         engine.sleep()
-    lost = before - torch.cuda.mem_get_info()[0]
+    lost = bytes_held() - before
     sys.stdout.write(f"bytes that two more rounds kept: {lost}\n")
     assert lost < 64 << 20
