@@ -26,9 +26,11 @@ class Captures:
         """
         current, side = torch.cuda.current_stream(self._place), _side_stream(self._place)
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            run()
-        current.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                run()
+        finally:  # what work that failed had launched still writes to the pools
+            current.wait_stream(side)
 
     def capture(self, run: Callable[[], object]) -> Any:
         """Give the graph of work that has run before with the same shapes; it does not run now."""

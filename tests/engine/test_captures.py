@@ -1,0 +1,39 @@
+"""Captured work keeps its place among what is launched before and after it, on a stand-in."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from octopus_trl.engine import captures
+from octopus_trl.engine.captures import Captures
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.awaited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.awaited.append(other)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_comes_after_a_rehearsal_waits_for_it_also_where_it_fails(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, side = Stream(), Stream()
+    monkeypatch.setattr(captures, "_side_stream", lambda place: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def run() -> None:
+        assert (side.awaited, current.awaited) == ([current], [])
+        if fails:
+            raise MemoryError
+
+    with pytest.raises(MemoryError) if fails else nullcontext():
+        Captures(torch.device("cpu")).rehearse(run)
+    assert current.awaited == [side]
