@@ -35,16 +35,16 @@ class Captures:
     def capture(self, run: Callable[[], object]) -> Any:
         """Give the graph of work that has run before with the same shapes; it does not run now."""
         torch.cuda.synchronize(self._place)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             graph,
-            pool=self._pool,
+            pool=pool,
             stream=_side_stream(self._place),
             capture_error_mode="thread_local",
         ):
             run()
+        self._pool = pool  # not before: one whose only capture failed takes no other
         return graph
 
     def release(self) -> None:
