@@ -132,7 +132,7 @@ class OctopusGRPOConfig(GRPOConfig):
     mlp_tile_tokens: int | None = own(
         None,
         "Tokens of a packed row that an MLP works on at once, computed again in the backward pass: "
-        "longer rows fit, and an update takes about a sixth more time; none takes rows whole.",
+        "longer rows fit, and an update takes a third more time; none takes rows whole.",
         "tokens",
     )
     activation_offloading: bool = own(
