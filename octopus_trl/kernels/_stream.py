@@ -123,15 +123,16 @@ def launch(
     return (tiles, cut.parts), arguments, settings
 
 
-_arrived: dict[torch.device, Tensor] = {}
+_arrived: dict[torch.device, list[Tensor]] = {}
 
 
 def _counters(device: torch.device, tiles: int) -> Tensor:
     """Zeros, one a tile; each launch leaves them as it found them."""
-    if device not in _arrived or len(_arrived[device]) < tiles:
+    made = _arrived.setdefault(device, [])
+    if not made or len(made[-1]) < tiles:
         size = max(4096, triton.next_power_of_2(tiles))
-        _arrived[device] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _arrived[device]
+        made.append(torch.zeros(size, dtype=torch.int32, device=device))
+    return made[-1]  # smaller ones stay: captured graphs count in them
 
 
 @triton.jit

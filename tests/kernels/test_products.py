@@ -6,6 +6,8 @@ layer are marked gpu.
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -173,6 +175,23 @@ def test_parts_of_the_depth_add_up_and_leave_the_counters_at_zero(device: torch.
     for _ in range(2):
         close(_stream.multiply(x, weight, cut), exact, 1e-6)
     assert not bool(_stream._counters(device, 1).any())
+
+
+def test_counters_that_grow_leave_those_of_captured_graphs_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_stream, "_arrived", {})
+    device = torch.device("cpu")
+    few = _stream._counters(device, 10)
+    alive, address = weakref.ref(few), few.data_ptr()
+    assert _stream._counters(device, len(few)) is few
+    del few
+    many = _stream._counters(device, 5000)
+    assert len(many) >= 5000
+    assert _stream._counters(device, 10) is many
+    kept = alive()
+    assert kept is not None
+    assert kept.data_ptr() == address
 
 
 def test_how_a_matrix_is_cut_covers_its_depth_and_its_parts_ignore_the_rows() -> None:
