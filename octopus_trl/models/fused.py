@@ -156,7 +156,8 @@ class FusedModel:
         addresses = [tensor.data_ptr() for tensor in [*pools, *(self.tables or ())]]
         for projections in self._projections():
             addresses += projections.signature()
-        return (*addresses, self._embedding.data_ptr())
+        beside = [weight.data_ptr() for weight in self._beside]
+        return (*addresses, self._embedding.data_ptr(), *beside)
 
     def cover(self, position: int) -> None:
         """Make the rotary tables reach a position."""
@@ -229,13 +230,15 @@ class FusedModel:
         groups = self._projections()
         self._weights = [weight for group in groups for weight in group.weights()]
         self._copied = [tensor for group in groups for tensor in group.copied()]
+        grouped = {id(p) for _, _, module in self._sources for p in module.parameters()}
+        self._beside = [p for p in causal_lm.parameters() if id(p) not in grouped]
         self._structure, self._last = self._take_apart(), self._look()
 
     def _look(self) -> list[Any]:
         """Tell cheaply which layers and adapters are in force, where they lie, and their age."""
         return [
             [(id(parts[name]), _in_force(module)) for parts, name, module in self._sources],
-            [weight.data_ptr() for weight in self._weights],
+            [weight.data_ptr() for weight in (*self._weights, *self._beside)],
             sum(tensor._version for tensor in self._copied),
         ]
 

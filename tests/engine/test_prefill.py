@@ -160,6 +160,30 @@ def test_captured_passes_go_when_pools_or_tables_move_or_the_engine_sleeps(
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "name", ["norm.weight", "input_layernorm.weight", "A_log", "dt_bias", "conv1d.weight", "q_norm"]
+)
+def test_captured_passes_go_when_a_weight_beside_the_products_moves(name: str) -> None:
+    """Full fine-tuning trains them too, and an optimizer may put them into a buffer of its own."""
+    model = prepare_model(tiny_hybrid())
+    engine = engine_of(model)
+    passes = prefill_of(engine)
+    with_replays(engine)
+    for seed in range(2):
+        engine.open(tokens(20, seed))
+    assert len(passes._graphs) == 1
+    engine.open(tokens(20, 2))
+    assert len(passes._graphs) == 1
+    moved = next(p for full, p in model.named_parameters() if name in full)
+    moved.data = 2 * moved.data
+    engine.set_policy_version(1)
+    found = engine.logits(engine.open(tokens(20, 3)))
+    assert not passes._graphs
+    plain = small_engine(model)
+    want = plain.logits(plain.open(tokens(20, 3)))
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("max_rows", [1, 5, 64, 100, 512, 3000])
 def test_padding_is_at_most_twice_the_rows_and_room_for_all_chunks(
     hybrid: Any, max_rows: int
