@@ -75,15 +75,17 @@ def in_child(folder: Path, log: Path, kill_after_s: float) -> bool:
 
 
 def kept(folder: Path) -> dict[str, Any]:
-    """Give everything that an evaluation leaves but for the run's own folder name."""
-    runs = {p.name: json.loads(p.read_text()) for p in (folder / "runs").iterdir()}
+    """Give everything that an evaluation leaves, but for the run's own folder name and what a kill
+    in the middle of a write leaves under a name of its own (`octopus_trl.files`).
+    """
+    runs = {p.name: json.loads(p.read_text()) for p in (folder / "runs").glob("[!.]*")}
     for run in runs.values():
         run["metadata"].pop("output_dir")
     return {
         "records": (folder / "records.jsonl").read_text(),
         "summary": json.loads((folder / "summary.json").read_text()),
         "runs": runs,
-        "others": sorted(p.name for p in folder.iterdir()),
+        "others": sorted(p.name for p in folder.glob("[!.]*")),
     }
 
 
