@@ -1,4 +1,6 @@
-"""Work captured as CUDA graphs: on one stream of a device, into one pool of memory."""
+"""Work captured as CUDA graphs: on one stream of a device, into one pool of memory; and passes of a
+fused model that are replayed while the addresses that they read stay the same.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from octopus_trl.engine.counters import Counters
+from octopus_trl.models.fused import FusedModel
 
 
 class Captures:
@@ -56,6 +61,36 @@ class Captures:
             # An allocator that gives memory back waits for the stream of captures, not for replays.
             torch.cuda.synchronize(self._place)
             self._pool = None
+
+
+class CapturedPasses:
+    """What passes that are captured once a key, and replayed, have in common."""
+
+    def __init__(self, fused: FusedModel, counters: Counters) -> None:
+        self._fused, self._counters = fused, counters
+        self._captures = Captures(fused.memory.device)
+        self._graphs: dict[Any, Any] = {}
+        self._signature: tuple[int, ...] = ()
+        self._tables: Any = None
+
+    def check(self) -> None:
+        """Forget captured passes that read addresses of before."""
+        signature, self._tables = self._fused.signature(), self._fused.tables
+        if signature != self._signature:
+            self.release()
+            self._signature = signature
+
+    def release(self) -> None:
+        """Drop the captured passes and their memory."""
+        self._captures.release()
+        self._graphs.clear()
+        self._signature = ()
+
+    def _cover(self, position: int) -> None:
+        """Make the rotary tables reach a position; other passes may have moved them, too."""
+        self._fused.cover(position)
+        if self._fused.tables is not self._tables:
+            self.check()
 
 
 @functools.cache

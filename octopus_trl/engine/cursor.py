@@ -154,7 +154,9 @@ def read_edges(tail: Node | None) -> Iterator[Mount]:
             node = node.parent
 
 
-def unread(tail: Node, pending: Sequence[Mount], span: Mount) -> list[Node]:
+def unread(
+    tail: Node, pending: Sequence[Mount], span: Mount, *, copies: bool = False
+) -> list[Node]:
     """List the nodes of a span that a boundary's next token does not see yet, last one first.
 
     They are what `visible` would add for `span`; the time this takes grows with the span, with the
@@ -162,12 +164,14 @@ def unread(tail: Node, pending: Sequence[Mount], span: Mount) -> list[Node]:
 
     Args:
         pending: mounts made since the boundary.
+        copies: what it sees a copy of counts as seen.
     """
     own = common(span.tail, tail) if span.root is None else None
     known: set[int] = set()
     for mount in (*read_edges(tail), *pending):
-        if mount.read and mount.root is span.root:
-            known.update(map(id, mount.nodes()))
+        for seen in (copies and mount.repeats) or (mount,):
+            if seen.read and seen.root is span.root:
+                known.update(map(id, seen.nodes()))
     new: list[Node] = []
     for node in span.nodes():
         if node is own:

@@ -8,7 +8,6 @@ brings tokens and log-probabilities back, to be read whenever the host gets ther
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octopus_trl.engine.captures import Captures
+from octopus_trl.engine.captures import CapturedPasses
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.row_work import StepWork
 from octopus_trl.engine.sampler import uniforms
@@ -65,7 +64,7 @@ class Drawn:
         return out[0, :num].tolist(), out[1].view(torch.float32)[:num].tolist()
 
 
-class DecodeSteps:
+class DecodeSteps(CapturedPasses):
     """Runs steps of at most `widths[-1]` rows.
 
     Args:
@@ -85,7 +84,8 @@ class DecodeSteps:
         num_lanes: int,
         capture: bool,
     ) -> None:
-        self._fused, self._device, self._work, self._counters = fused, device, work, counters
+        super().__init__(fused, counters)
+        self._device, self._work = device, work
         self.widths, self.num_lanes, self.capture = widths, num_lanes, capture
         spec, memory = fused.spec, fused.memory
         self._sample = select("sample", memory.device)
@@ -102,21 +102,10 @@ class DecodeSteps:
         self._works = {width: work.bind(width, self._views[width]) for width in widths}
         self._arrays: dict[tuple[int, int], dict[str, Array]] = {}
         self._hosts: list[Tensor] = []
-        self._graphs: dict[tuple[str, int, bool], Any] = {}
-        self._captures = Captures(memory.device)
-        self._signature: tuple[int, ...] = ()
-        self._tables: Any = None
 
     def width(self, rows: int) -> int:
         """Give the least width that holds some rows."""
         return next(width for width in self.widths if width >= rows)
-
-    def check(self) -> None:
-        """Forget captured steps that read addresses of before."""
-        signature, self._tables = self._fused.signature(), self._fused.tables
-        if signature != self._signature:
-            self.release()
-            self._signature = signature
 
     def enter(self, rows: Sequence[StepRow]) -> None:
         """Move the hidden states [d] of growing nodes into their lanes, where steps renew them."""
@@ -155,9 +144,7 @@ class DecodeSteps:
         arrays = self._begin(rows, indices, width)
         growths = [row.growth for row in rows]
         positions = [growth.position for growth in growths]
-        self._fused.cover(max(positions))
-        if self._fused.tables is not self._tables:  # a prefill may have moved them too
-            self.check()
+        self._cover(max(positions))
         for name, values, padding in (
             ("given", given, 0),
             ("positions", positions, 0),
@@ -169,12 +156,6 @@ class DecodeSteps:
             arrays[name][num:] = padding
         self._work.fill(growths, width, group, arrays)
         return self._finish("feed", rows, width)
-
-    def release(self) -> None:
-        """Drop the captured steps and their memory."""
-        self._captures.release()
-        self._graphs.clear()
-        self._signature = ()
 
     def _begin(
         self, rows: Sequence[StepRow], indices: Sequence[int], width: int
@@ -232,9 +213,8 @@ class DecodeSteps:
             return run
         key = (kind, width, filtered)
         if key not in self._graphs:
-            begin = time.perf_counter()
-            self._graphs[key] = self._captured(run, width)
-            self._counters.seconds["capture"] += time.perf_counter() - begin
+            with self._counters.timed("capture"):
+                self._graphs[key] = self._captured(run, width)
         return self._graphs[key].replay
 
     def _captured(self, run: Callable[[], None], width: int) -> Any:

@@ -9,17 +9,16 @@ zero state.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from octopus_trl.engine.batch import Growth
-from octopus_trl.engine.captures import Captures
+from octopus_trl.engine.captures import CapturedPasses
 from octopus_trl.engine.counters import Counters
 from octopus_trl.engine.pages import Slots
 from octopus_trl.engine.row_work import DeviceTable, PackedWork, WorkShape, run_of
@@ -75,7 +74,7 @@ class _Size(NamedTuple):
     chunks: int
 
 
-class PrefillPass:
+class PrefillPass(CapturedPasses):
     """Feeds parts, at most `max_rows` tokens at once.
 
     Args:
@@ -100,7 +99,8 @@ class PrefillPass:
     ) -> None:
         self.max_rows, self._num_lists = max_rows, 1 + both
         self._capacity = self._num_lists * places_for(num_slots)
-        self._fused, self._device, self._counters = fused, device, counters
+        super().__init__(fused, counters)
+        self._device = device
         refused = capture and fused.spec.is_hybrid and not can_capture()
         self.capture, self._most = capture and not refused, 0 if refused else MOST_CAPTURED
         # Without states a padding run costs nothing.
@@ -126,11 +126,7 @@ class PrefillPass:
         self._ends = torch.zeros(
             _RUNS[-1], fused.spec.hidden_size, dtype=fused.memory.dtype, device=device.place
         )
-        self._captures = Captures(device.place)
         self._ran: set[_Size] = set()
-        self._graphs: dict[_Size, Any] = {}
-        self._signature: tuple[int, ...] = ()
-        self._tables: Any = None
 
     def holds(self, parts: Sequence[Part]) -> bool:
         """Whether one pass can take these parts; one of at most `max_rows` tokens always fits."""
@@ -139,19 +135,10 @@ class PrefillPass:
             sum(len(part.tokens) for part in parts) <= self.max_rows and places <= self._capacity
         )
 
-    def check(self) -> None:
-        """Forget captured passes that read addresses of before."""
-        signature, self._tables = self._fused.signature(), self._fused.tables
-        if signature != self._signature:
-            self.release()
-            self._signature = signature
-
     def release(self) -> None:
         """Drop the captured passes and their memory."""
-        self._captures.release()
-        self._graphs.clear()
+        super().release()
         self._ran.clear()  # other adapters may bring other kernels
-        self._signature = ()
 
     def __call__(self, parts: Sequence[Part]) -> Tensor:
         """Run one pass; [parts, d], hidden states after the last token of each."""
@@ -167,9 +154,7 @@ class PrefillPass:
         lists = work.lists()
         lists.plan([_run_of(part) for part in parts])
         work.write(lists, arrays)
-        self._fused.cover(max(part.position + len(part.tokens) for part in parts))
-        if self._fused.tables is not self._tables:  # a decode step may have moved them too
-            self.check()
+        self._cover(max(part.position + len(part.tokens) for part in parts))
         hidden = torch.empty(
             runs, self._fused.spec.hidden_size, dtype=self._fused.memory.dtype,
             device=self._device.place,
@@ -199,9 +184,8 @@ class PrefillPass:
         if size not in self._ran:
             return lambda: self._captures.rehearse(run)
         if size not in self._graphs:
-            begin = time.perf_counter()
-            self._graphs[size] = self._captures.capture(run)
-            self._counters.seconds["capture"] += time.perf_counter() - begin
+            with self._counters.timed("capture"):
+                self._graphs[size] = self._captures.capture(run)
         return self._graphs[size].replay
 
     def _operations(self, rows: int, size: _Size, out: Tensor) -> Callable[[], None]:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from octopus_trl.engine.checks import check_position
-from octopus_trl.engine.cursor import Cursor, Mount, Node, chain
+from octopus_trl.engine.cursor import Cursor, Mount, Node, unread
 from octopus_trl.engine.moving import copy_moved
 from octopus_trl.engine.primitives import Primitives
 from octopus_trl.engine.runner import Runner
@@ -169,12 +169,4 @@ def _mount_again(
 
 def _unread(cursor: Cursor, span: Mount) -> list[Node]:
     """List the nodes of a span that the reader sees neither where they lie nor as a copy."""
-    own = chain(cursor._tail)
-    known = set(map(id, own)) if span.root is None else set()
-    for mounts in (*(node.mounts for node in own), cursor._pending):
-        for mount in mounts:
-            for read in mount.repeats or (mount,):
-                if read.root is span.root:
-                    known.update(map(id, read.nodes()))
-    new = [node for node in span.nodes() if id(node) not in known]
-    return new[::-1]
+    return unread(cursor._tail, cursor._pending, span, copies=True)[::-1]

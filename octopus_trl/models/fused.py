@@ -156,8 +156,7 @@ class FusedModel:
         addresses = [tensor.data_ptr() for tensor in [*pools, *(self.tables or ())]]
         for projections in self._projections():
             addresses += projections.signature()
-        beside = [weight.data_ptr() for weight in self._beside]
-        return (*addresses, self._embedding.data_ptr(), *beside)
+        return (*addresses, *(weight.data_ptr() for weight in (self._embedding, *self._beside)))
 
     def cover(self, position: int) -> None:
         """Make the rotary tables reach a position."""
