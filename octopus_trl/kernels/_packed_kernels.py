@@ -7,6 +7,8 @@ a tensor of the model's dtype that never reaches memory here.
 from __future__ import annotations
 
 from octopus_trl.kernels._triton import tl, triton
+from octopus_trl.kernels.gates import gated_value
+from octopus_trl.kernels.norms import gated_unit
 
 
 @triton.jit
@@ -113,16 +115,13 @@ def gated_forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < dim)[None, :]
-    dtype = y.dtype.element_ty
-    wide = weight.dtype.element_ty
+    dtype: tl.constexpr = y.dtype.element_ty
     value = tl.load(o + row[:, None] * o_stride + column[None, :], mask=inside, other=0.0)
     gate = tl.load(z + row[:, None] * z_stride + column[None, :], mask=inside, other=0.0)
-    factor = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)[None, :]
+    factor = tl.load(weight + column, mask=column < dim, other=0.0)[None, :]
     value = value.to(tl.float32)
-    gate = gate.to(tl.float32)
-    unit = value * tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
-    scaled = (factor * unit.to(dtype).to(tl.float32)).to(wide).to(tl.float32)
-    result = scaled * (gate * tl.sigmoid(gate))
+    inverse = tl.rsqrt(tl.sum(value * value, 1) / dim + eps)[:, None]
+    result = gated_unit(value, inverse, gate, factor, dtype)
     tl.store(y + row[:, None] * dim + column[None, :], result.to(dtype), mask=inside)
 
 
@@ -184,11 +183,9 @@ def swiglu_forward(
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
-    dtype = y.dtype.element_ty
-    wide = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    active = (wide * tl.sigmoid(wide)).to(dtype).to(tl.float32)
-    tl.store(y + at, (active * other).to(dtype), mask=inside)
+    opened = tl.load(gate + at, mask=inside, other=0.0)
+    other = tl.load(up + at, mask=inside, other=0.0)
+    tl.store(y + at, gated_value(opened, other), mask=inside)
 
 
 @triton.jit

@@ -197,10 +197,10 @@ def _delta_gates(
     shift = tl.load(a + row * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     shift += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
     rate = tl.load(a_log + head, mask=inside, other=0.0).to(tl.float32)
-    tl.store(g + place, -tl.exp(rate) * _softplus(shift), mask=inside)
     strength = tl.load(b + row * b_stride + head, mask=inside, other=0.0)
-    rounded = tl.sigmoid(strength.to(tl.float32)).to(b.dtype.element_ty)
-    tl.store(beta + place, rounded.to(tl.float32), mask=inside)
+    decay, written = _gates(rate, shift, strength)
+    tl.store(g + place, decay, mask=inside)
+    tl.store(beta + place, written, mask=inside)
 
 
 @triton.jit
@@ -296,8 +296,8 @@ def _delta_pool_step(
     _store_tail(after, k_at, key_inside, k_kept, W)
     _store_tail(after, v_at, value_inside, v_kept, W)
 
-    decays = tl.exp(-tl.exp(rate) * _softplus(shift))
-    betas = tl.sigmoid(strength.to(tl.float32)).to(b.dtype.element_ty).to(tl.float32)
+    logs, betas = _gates(rate, shift, strength)
+    decays = tl.exp(logs)
     q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     overlap = tl.sum(q * k, 0)
@@ -387,6 +387,13 @@ def _store_tail(
     for back in tl.static_range(W - 1):
         at = tail + channel * (W - 1) + W - 2 - back
         tl.store(at, kept[back].to(tail.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gates(rate: tl.tensor, shift: tl.tensor, strength: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Give the logarithm of the decay, and the write strength rounded as the module does."""
+    written = tl.sigmoid(strength.to(tl.float32)).to(strength.dtype).to(tl.float32)
+    return -tl.exp(rate) * _softplus(shift), written
 
 
 @triton.jit
